@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py ...`.
+"""Pretrain a GPT: `python pretrain_gpt.py --help`, or `torchrun --nproc-per-node=N pretrain_gpt.py
+...`.
 
-pip installs a command and a module: `pretrain_gpt ...`, and `torchrun --nproc-per-node=N -m pretrain_gpt ...`.
-Data workers import this file again, so everything that a run needs is imported inside of `main`.
+pip installs a command and a module: `pretrain_gpt ...`, and `torchrun --nproc-per-node=N -m
+pretrain_gpt ...`. Data workers import this file again, so everything that a run needs is imported
+inside of `main`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LENGTHS = ("train_iters", "train_tokens", "epochs")  # options that say how long
 
 
 def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
-    """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are known to be good.
+    """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are
+    known to be good.
 
     launcher: ends this process if torchrun dies.
     """
@@ -31,7 +34,12 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status
     from megatron_lite.run.host import prepare_libraries
-    from megatron_lite.run.launch import is_first_on_machine, launch_rank, launch_world_size, slurm_variables
+    from megatron_lite.run.launch import (
+        is_first_on_machine,
+        launch_rank,
+        launch_world_size,
+        slurm_variables,
+    )
     from megatron_lite.run.secrets import without_secrets
     from megatron_lite.validation import planned_world_size, resolve
     from megatron_lite.validation.sizes import check_passes
@@ -46,20 +54,31 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         lengths = [f"--{name}" for name in LENGTHS if arguments.given.get(name) is not None]
         if len(lengths) > 1 or not (lengths or config.distributed.dry_run):
             typed = " and ".join(lengths) or "--train_iters is missing"
-            raise UsageError(f"{typed}: write one of --train_iters (0: train nothing), --train_tokens and --epochs")
+            raise UsageError(
+                f"{typed}: write one of --train_iters (0: train nothing), --train_tokens and --epochs"
+            )
         check_passes(config)
         check_exports(config)
         if config.distributed.dry_run:
             from megatron_lite.planner.report import dry_run
 
             words = without_secrets(argv)
-            return dry_run(config, arguments.config, world_size, arguments.notes, words, prints=launch_rank() == 0)
+            return dry_run(
+                config,
+                arguments.config,
+                world_size,
+                arguments.notes,
+                words,
+                prints=launch_rank() == 0,
+            )
     except HelpRequested as request:
         if launch_rank() == 0:
             exit_status.print_page(str(request))
         return EXIT_DONE
     except RunError as error:
-        return exit_status.report(error, error.experiment_dir or experiment_dir, prints=is_first_on_machine())
+        return exit_status.report(
+            error, error.experiment_dir or experiment_dir, prints=is_first_on_machine()
+        )
 
     prepare_libraries()
     gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time

@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "megatron_lite" / "__init__.py").read_text("utf-8"), re.M)
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"', (ROOT / "megatron_lite" / "__init__.py").read_text("utf-8"), re.M
+)
 assert VERSION is not None, "megatron_lite/__init__.py states no __version__"
 
 setup(

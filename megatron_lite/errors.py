@@ -1,6 +1,7 @@
 """Errors that a user can cause or must act on, each with its exit code.
 
-`exit.json` in the experiment directory repeats the code, because torchrun flattens every failure to 1.
+`exit.json` in the experiment directory repeats the code, because torchrun flattens every failure to
+1.
 """
 
 from __future__ import annotations
@@ -29,25 +30,30 @@ EXIT_PREEMPTED = 75
 
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
 # Words of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
-_CUDA_WITHOUT_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
-# The rest of a word after :// with user or password, or after the name of a key in a query; bounds keep it quick.
+_CUDA_WITHOUT_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
+# The rest of a word after :// with user or password, or after the name of a key in a query; bounds
+# keep it quick.
 _CREDENTIALS = re.compile(
     r"(?i)(:/+)[^/\s@:]{0,500}(?::\S{0,1000})?@\S*"
     r"|(:/\S{0,1500}?[?&#;][^=&/\s]{0,50}(?:sig|token|key|secret|pass|pw|cred|auth|jwt|bearer)[^=&\s]{0,50}=)\S+"
 )
 OUT_OF_MEMORY = "out of memory: "  # before the words of whatever could not allocate
-LESS_MEMORY = (
-    "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
-)
+LESS_MEMORY = "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more ranks, or a larger --cross_entropy_splits"
 
 
 def without_credentials(text: str) -> str:
-    """Return a text in which `...` hides the rest of each address from its user, password or key on."""
+    """Return a text in which `...` hides the rest of each address from its user, password or key
+    on."""
     return _CREDENTIALS.sub(lambda match: f"{match[1] or match[2]}...", text)
 
 
 def check_addresses(words: Sequence[str]) -> None:
-    """Check that no word of a command line brings a secret in an address, which would be logged and saved.
+    """Check that no word of a command line brings a secret in an address, which would be logged and
+    saved.
 
     Raises: UsageError for the first that does; the message hides the secret.
     """
@@ -60,14 +66,16 @@ def check_addresses(words: Sequence[str]) -> None:
 
 
 def as_installed(text: str) -> str:
-    """Return a text with the command that pip installs for each script that it names, unless there is a checkout."""
+    """Return a text with the command that pip installs for each script that it names, unless there
+    is a checkout."""
     if (Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py").is_file():
         return text
     return re.sub(rf"(?:python )?scripts/({'|'.join(SCRIPTS)})\.py", r"megatron_lite \1", text)
 
 
 def spelled(text: str, kept: str = "") -> str:
-    """Return a text with control characters spelled, but `kept`: a document must not steer a terminal."""
+    """Return a text with control characters spelled, but `kept`: a document must not steer a
+    terminal."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
@@ -80,9 +88,11 @@ class RunError(ValueError):
     experiment_dir: str | None = None  # where a command-line error may write exit.json
 
     def __str__(self) -> str:
-        """Return the message with control characters escaped: a name in a downloaded file must not steer a terminal.
+        """Return the message with control characters escaped: a name in a downloaded file must not
+        steer a terminal.
 
-        A word that would fill a screen is cut, and a secret in an address is hidden: a file may hold one.
+        A word that would fill a screen is cut, and a secret in an address is hidden: a file may
+        hold one.
         """
         said = without_credentials(as_installed(super().__str__()))
         return spelled(re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, said), "\n")
@@ -100,7 +110,8 @@ class UsageError(RunError):
 
 
 class LauncherError(UsageError):
-    """Contradictory variables of the launcher: the rank may be wrong too, so every process prints the error."""
+    """Contradictory variables of the launcher: the rank may be wrong too, so every process prints
+    the error."""
 
     agreed = False
 
@@ -187,12 +198,17 @@ class OutOfMemoryError(RunError):
             name = remedy.append or f"more ranks: {remedy.value}"
             lines.append(f"  {name:<48} {remedy.saving_bytes / 2**30:>9,.2f} GiB")
         if self.snapshot:
-            lines.append(f"memory snapshot in {self.snapshot}; https://pytorch.org/memory_viz shows it")
+            lines.append(
+                f"memory snapshot in {self.snapshot}; https://pytorch.org/memory_viz shows it"
+            )
         return lines
 
     def details(self) -> dict[str, Any]:
         """Return what exit.json holds in addition to the message."""
-        found = {"advice": [remedy._asdict() for remedy in self.remedies], "memory_snapshot": self.snapshot}
+        found = {
+            "advice": [remedy._asdict() for remedy in self.remedies],
+            "memory_snapshot": self.snapshot,
+        }
         return {name: value for name, value in found.items() if value}
 
 
@@ -204,7 +220,8 @@ class StorageError(RunError):
 
 
 class FolderLostError(StorageError):
-    """An experiment directory that does not exist, or is not or no longer this run's: nothing may be written there."""
+    """An experiment directory that does not exist, or is not or no longer this run's: nothing may
+    be written there."""
 
     recorded = False
 
@@ -216,7 +233,8 @@ def shorten(problems: Sequence[str], limit: int = 5) -> str:
 
 
 def lost_peer(
-    error: BaseException, message: str = "another rank died or stopped answering; see its own message"
+    error: BaseException,
+    message: str = "another rank died or stopped answering; see its own message",
 ) -> PeerError:
     """Return the error that the user sees for a backend's error about a peer."""
     lost = PeerError(message)
@@ -225,17 +243,33 @@ def lost_peer(
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a backend's error means that another rank is gone, rather than that this rank failed."""
+    """Whether a backend's error means that another rank is gone, rather than that this rank
+    failed."""
     own_fault = ("ncclInvalidUsage", "ncclUnhandledCudaError", "ncclSystemError", "out of memory")
     if any(sign in str(error) for sign in own_fault):
         return False
-    signs = ("gloo", "Connection closed by peer", "NCCL", "Timed out", "timed out", "Broken pipe", "Connection reset")
-    backend_error = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    return backend_error or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
+    signs = (
+        "gloo",
+        "Connection closed by peer",
+        "NCCL",
+        "Timed out",
+        "timed out",
+        "Broken pipe",
+        "Connection reset",
+    )
+    backend_error = type(error).__name__ in (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+    )
+    return backend_error or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
 
 
 def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunError | None:
-    """Return the expected failure behind an exception, or None if the exception is a defect of the program.
+    """Return the expected failure behind an exception, or None if the exception is a defect of the
+    program.
 
     `less_memory`: advice for an out-of-memory error.
     """
@@ -243,14 +277,20 @@ def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunErr
         return error
     kind = type(error).__name__
     signs = ("DefaultCPUAllocator", "Storage size calculation overflowed", *_CUDA_WITHOUT_MEMORY)
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(sign in str(error) for sign in signs):
+    if (
+        isinstance(error, MemoryError)
+        or kind == "OutOfMemoryError"
+        or any(sign in str(error) for sign in signs)
+    ):
         first_line = (str(error).splitlines() or ["out of memory"])[0]
         return OutOfMemoryError(f"{OUT_OF_MEMORY}{first_line}; {less_memory}")
     if isinstance(error, OSError) and error.errno == ENAMETOOLONG:
         return DataError(f"{error.filename}: the file name is too long; write a shorter path")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
         where = f": {error.filename}" if error.filename else ""
-        storage_error = StorageError(f"{error.strerror}{where}; free some space, or choose another --experiment_dir")
+        storage_error = StorageError(
+            f"{error.strerror}{where}; free some space, or choose another --experiment_dir"
+        )
         storage_error.agreed = False  # only this rank knows of it so far
         return storage_error
     if is_lost_peer(error):

@@ -1,4 +1,5 @@
-"""Parameters: layers declare them on the meta device with a spec; their stage allocates the memory later."""
+"""Parameters: layers declare them on the meta device with a spec; their stage allocates the memory
+later."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from megatron_lite.config.system import DTYPES as DTYPE_NAMES
 from megatron_lite.tiles import WHOLE, Split, Tile, name_part
 
 # Dtypes of weights by their names in flags, and the names of these dtypes in safetensors files.
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()
+}
 SAFETENSORS_NAMES = {DTYPES[name]: names.safetensors for name, names in DTYPE_NAMES.items()}
 
 
@@ -46,8 +49,9 @@ class ParameterSpec:
     initializer: Initializer
     weight_decay: bool = True
     lr_scale: float = 1.0  # factor on the learning rate; 0: frozen
-    # A hidden matrix, which Muon updates as a whole: the rows of each linear map stored in it, from the top (queries,
-    # keys, values). Empty: no matrix, or one that does not map between hidden layers (embeddings, head).
+    # A hidden matrix, which Muon updates as a whole: the rows of each linear map stored in it, from
+    # the top (queries, keys, values). Empty: no matrix, or one that does not map between hidden
+    # layers (embeddings, head).
     matrix_rows: tuple[int, ...] = ()
     embedding: bool = False  # of tokens or positions
     padding_rows: int = 0  # rows of zeros that follow the parameter in memory: see `padded`
@@ -102,37 +106,51 @@ class ParameterSpec:
     def on(self, rank: int) -> ParameterSpec:
         """Return the spec for a rank of the tensor-parallel group.
 
-        The last parts of a padded parameter are shorter and have more padding, so all parts take the same memory.
+        The last parts of a padded parameter are shorter and have more padding, so all parts take
+        the same memory.
         """
         return self._on_ranks[rank]
 
     @functools.cached_property
     def _on_ranks(self) -> list[ParameterSpec]:
-        others = [replace(self, split=replace(self.split, rank=rank)) for rank in range(self.split.ranks)]
+        others = [
+            replace(self, split=replace(self.split, rank=rank)) for rank in range(self.split.ranks)
+        ]
         row = math.prod(self.local_shape[1:])
-        specs = [replace(it, padding_rows=(self.padded_numel - it.local_numel) // row) for it in others]
+        specs = [
+            replace(it, padding_rows=(self.padded_numel - it.local_numel) // row) for it in others
+        ]
         specs[self.split.rank] = self
         return specs
 
     @property
     def trainable(self) -> bool:
-        """False for a frozen parameter, which has no gradient, no optimizer state and no reduction."""
+        """False for a frozen parameter, which has no gradient, no optimizer state and no
+        reduction."""
         return self.lr_scale != 0.0
 
 
 class Parameter(torch.nn.Parameter):
-    """A parameter: `data` is a view of its stage's weight buffer, `main_grad` of its gradient buffer.
+    """A parameter: `data` is a view of its stage's weight buffer, `main_grad` of its gradient
+    buffer.
 
-    The backward functions in `kernels/` add weight gradients to `main_grad` instead of returning them to autograd.
-    Gradients thus accumulate in the buffer's dtype (fp32 by default) at any training dtype, and in fp32 training matrix
-    products write them without a temporary. A frozen parameter has `requires_grad` False and no `main_grad`.
+    The backward functions in `kernels/` add weight gradients to `main_grad` instead of returning
+    them to autograd. Gradients thus accumulate in the buffer's dtype (fp32 by default) at any
+    training dtype, and in fp32 training matrix products write them without a temporary. A frozen
+    parameter has `requires_grad` False and no `main_grad`.
     """
 
     spec: ParameterSpec
     main_grad: Tensor
-    gradient_is_empty: bool = False  # main_grad holds garbage, which the next contribution overwrites
-    later: list[Callable[[], None]] | None = None  # collects products for weight gradients; None: compute them at once
-    casts: dict[str, Any]  # what layers derive from the weights in the stage's buffer; emptied by the next gather
+    gradient_is_empty: bool = (
+        False  # main_grad holds garbage, which the next contribution overwrites
+    )
+    later: list[Callable[[], None]] | None = (
+        None  # collects products for weight gradients; None: compute them at once
+    )
+    casts: dict[
+        str, Any
+    ]  # what layers derive from the weights in the stage's buffer; emptied by the next gather
 
     def begin_gradient(self) -> bool:
         """Return whether the next contribution is the first, which overwrites; later ones add."""
@@ -141,7 +159,8 @@ class Parameter(torch.nn.Parameter):
 
 
 class Function(torch.autograd.Function):
-    """A forward pass with its backward pass. No layer uses functorch, so `apply` skips the checks that serve it."""
+    """A forward pass with its backward pass. No layer uses functorch, so `apply` skips the checks
+    that serve it."""
 
     apply = torch._C._FunctionBase.__dict__["apply"]
 
@@ -154,21 +173,30 @@ def declare(spec: ParameterSpec) -> Parameter:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the rows of zeros after it.
+    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the rows of
+    zeros after it.
 
-    These rows belong to the padding of the stage's flat range: they stay zero, receive zero gradients, and are neither
-    saved nor exported. Only the kernels that compute with them know about them.
+    These rows belong to the padding of the stage's flat range: they stay zero, receive zero
+    gradients, and are neither saved nor exported. Only the kernels that compute with them know
+    about them.
     """
     shape = (tensor.shape[0] + rows, *tensor.shape[1:])
     return tensor.detach().as_strided(shape, tensor.stride()) if rows else tensor.detach()
 
 
 def backward(output: Tensor, grad: Tensor | None) -> None:
-    """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients must be enabled.
+    """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients
+    must be enabled.
 
-    Calls the engine as `torch.autograd.backward` does, which would first import a library for symbolic shapes: 0.4 s
-    before the first step.
+    Calls the engine as `torch.autograd.backward` does, which would first import a library for
+    symbolic shapes: 0.4 s before the first step.
     """
     torch.autograd.Variable._execution_engine.run_backward(
-        (output,), (torch.ones_like(output) if grad is None else grad,), False, False, (), True, True
+        (output,),
+        (torch.ones_like(output) if grad is None else grad,),
+        False,
+        False,
+        (),
+        True,
+        True,
     )

@@ -1,4 +1,5 @@
-"""Pretraining: join the other ranks, set up, train in a `with` block, and close the run or report an error.
+"""Pretraining: join the other ranks, set up, train in a `with` block, and close the run or report
+an error.
 
 Either way, rank 0 leaves an HTML report.
 """
@@ -55,9 +56,12 @@ from megatron_lite.train import train
 from megatron_lite.validation.rules import Note
 
 _LESS_HOST_MEMORY = "try fewer --num_workers, --async_checkpoint=0, or fewer ranks per machine"
-# Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has seconds left.
+# Size limits of metrics.jsonl, which is read at 20 MB/s on a busy core: a stopped or failed run has
+# seconds left.
 LARGEST_BYTES, LARGEST_IN_A_HURRY_BYTES = 2**27, 2**25
-LEAVE_TOGETHER_S = 5.0  # ranks that fail with one error wait this long for each other before they end
+LEAVE_TOGETHER_S = (
+    5.0  # ranks that fail with one error wait this long for each other before they end
+)
 
 
 def pretrain(
@@ -69,8 +73,8 @@ def pretrain(
 ) -> int:
     """Train as configured and return the exit code, which exit.json repeats.
 
-    notes: of the command line, logged below the banner. environment: variables of --export_callback_env. launcher: ends
-    this process if torchrun dies. asked: `config` as typed.
+    notes: of the command line, logged below the banner. environment: variables of
+    --export_callback_env. launcher: ends this process if torchrun dies. asked: `config` as typed.
     """
     with opened(config, notes, environment, launcher, asked) as run:
         code, message = train(run)
@@ -122,12 +126,17 @@ def opened(
         minutes, saving = config.checkpoint.checkpoint_minutes, asked.checkpoint
         if minutes is not None and saving.checkpoint_minutes is None:
             run.saves_by_default = saving.max_checkpoints is None
-            run.logger.info("without --checkpoint_interval it saves every %g minutes (--checkpoint_minutes)", minutes)
+            run.logger.info(
+                "without --checkpoint_interval it saves every %g minutes (--checkpoint_minutes)",
+                minutes,
+            )
         stop.saves = True
         for limit in stop.limits:
             run.logger.info(limit.describe())
         if rank == 0 and (root := experiment.root) is not None:
-            run.stop_files = StopFiles(Path(config.training.stop_file or root / "stop"), root / "save")
+            run.stop_files = StopFiles(
+                Path(config.training.stop_file or root / "stop"), root / "save"
+            )
             stop.limits = (*stop.limits, run.stop_files.limit)
         if (warning := idle_limit(config, stop.limits)) is not None:
             run.logger.warning(warning)
@@ -137,7 +146,9 @@ def opened(
     except BaseException as raised:
         code, error = ending.report(with_remedies(raised, config, asked, distributed, experiment))
         if run is not None:
-            if run.memory_history is not None and not (isinstance(error, OutOfMemoryError) and error.snapshot):
+            if run.memory_history is not None and not (
+                isinstance(error, OutOfMemoryError) and error.snapshot
+            ):
                 run.memory_history.finish()  # a snapshot would have the history already
             run.callback.close(0.0)
             end_process()
@@ -146,24 +157,39 @@ def opened(
             leave_report(run, in_a_hurry=True, failed=True)
             if isinstance(error, RunError) and error.agreed:
                 _finish_background(run, error)
-        if distributed is not None and experiment is not None and isinstance(error, RunError) and error.agreed:
+        if (
+            distributed is not None
+            and experiment is not None
+            and isinstance(error, RunError)
+            and error.agreed
+        ):
             # Leaving first could cut off a peer's last step or its report.
             distributed.wait_for_peers(LEAVE_TOGETHER_S)
         ending.end_hanging()
         if experiment is not None:
             experiment.release()
-        exit_status.leave(code)  # a normal exit could hang: peers may wait for this rank in a collective
+        exit_status.leave(
+            code
+        )  # a normal exit could hang: peers may wait for this rank in a collective
 
 
 def with_remedies(
-    error: BaseException, config: Config, asked: Config, distributed: Distributed | None, experiment: Experiment | None
+    error: BaseException,
+    config: Config,
+    asked: Config,
+    distributed: Distributed | None,
+    experiment: Experiment | None,
 ) -> BaseException:
     """Return the error, or an out-of-memory error with remedies and a memory snapshot.
 
     config: resolved. asked: as typed.
     """
     expected = as_run_error(error)
-    if not isinstance(expected, OutOfMemoryError) or distributed is None or not str(expected).startswith(OUT_OF_MEMORY):
+    if (
+        not isinstance(expected, OutOfMemoryError)
+        or distributed is None
+        or not str(expected).startswith(OUT_OF_MEMORY)
+    ):
         return error  # another kind of error, or one of our own messages, which name a fix already
     reason = str(expected).removesuffix(f"; {LESS_MEMORY}")
     on_gpu = distributed.device.type == "cuda"
@@ -176,8 +202,12 @@ def with_remedies(
         if on_gpu and experiment is not None and experiment.root is not None:
             path, failure = write_snapshot(experiment.root, distributed)
             snapshot = "" if failure else str(path)
-        with contextlib.suppress(Exception):  # memory is scarce: a failed search must not hide the error
-            device_bytes = expected.free_bytes or device_memory_bytes(distributed.device, distributed.local_world_size)
+        with contextlib.suppress(
+            Exception
+        ):  # memory is scarce: a failed search must not hide the error
+            device_bytes = expected.free_bytes or device_memory_bytes(
+                distributed.device, distributed.local_world_size
+            )
             batch_size, device_type = config.batch.batch_size or 1, distributed.device.type
             search = Search(asked, batch_size, distributed.world_size, device_type, device_bytes)
             found = remedies(search)
@@ -191,7 +221,8 @@ def with_remedies(
 
 
 def _finish_background(run: Run, error: RunError) -> None:
-    """Publish the checkpoint that was being written when all ranks failed; it predates the error."""
+    """Publish the checkpoint that was being written when all ranks failed; it predates the
+    error."""
     if run.background is not None and not isinstance(error, StorageError):
         with contextlib.suppress(Exception):  # the error that ends the run is the one to report
             if (finished := run.background.finish(hurry=True)) is not None:
@@ -209,7 +240,9 @@ def close(run: Run, code: int, message: str) -> None:
     run.model.finish()
     if run.memory_history is not None:
         run.memory_history.finish()
-    limit_s = STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
+    limit_s = (
+        STOPPED_WAIT_S if code == EXIT_PREEMPTED else run.config.distributed.startup_timeout / 2
+    )
     run.callback.close(limit_s, lambda: code != EXIT_PREEMPTED and bool(run.stop.received))
     if run.comparison is not None and code == EXIT_DONE:
         run.comparison.join(STOPPED_WAIT_S)
@@ -220,15 +253,21 @@ def close(run: Run, code: int, message: str) -> None:
         run.ending.finish()
     if distributed.rank == 0:
         status = "done" if code == EXIT_DONE else "stopped"
-        exit_status.write_exit(run.config.run.experiment_dir, code, status, message, run.experiment.run)
+        exit_status.write_exit(
+            run.config.run.experiment_dir, code, status, message, run.experiment.run
+        )
     if run.stop_files is not None:
         run.stop_files.obeyed(run.stop_files.stop)
     leave_report(run, in_a_hurry=code != EXIT_DONE)
-    if run.config.checkpoint.mirror is not None:  # after exit.json, as the launcher may not wait for so long
+    if (
+        run.config.checkpoint.mirror is not None
+    ):  # after exit.json, as the launcher may not wait for so long
         mirror, limit_s = run.mirror, run.config.distributed.startup_timeout / 2
         stop = None if code == EXIT_PREEMPTED else run.stop
         rank_0_works(distributed, lambda: mirror.close(limit_s, stop) if mirror else None)
-    if run.profiles is not None:  # now, as a trace may take longer to write than a stopped run has left
+    if (
+        run.profiles is not None
+    ):  # now, as a trace may take longer to write than a stopped run has left
         run.profiles.close()
     log_ending(run, message)
     if code != EXIT_DONE and tell_torchrun(message):
@@ -241,11 +280,14 @@ def close(run: Run, code: int, message: str) -> None:
 
 def log_ending(run: Run, message: str) -> None:
     """Log the closing message, as a warning if the last updates were dropped."""
-    run.logger.log(logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message)
+    run.logger.log(
+        logging.WARNING if run.optimizer.guard.dropped.streak() else logging.INFO, message
+    )
 
 
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
-    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run without records.
+    """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run
+    without records.
 
     failed: the run ends with an error, which must stay the last line, so log nothing.
     """
@@ -259,7 +301,9 @@ def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
             return
         if (root / METRICS_FILE).stat().st_size > limit:
             if not failed:
-                run.logger.info("no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later)
+                run.logger.info(
+                    "no %s now: %s is large; write it with: %s", REPORT_FILE, METRICS_FILE, later
+                )
             return
         write_report([root], root / REPORT_FILE)
     except Exception as error:  # the report must not fail the run

@@ -4,7 +4,8 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed from names and numbers, equal on every machine, rank and Python version."""
+    """Return a 63-bit seed from names and numbers, equal on every machine, rank and Python
+    version."""
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

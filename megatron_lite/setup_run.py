@@ -37,7 +37,13 @@ from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor import schedule_picture
-from megatron_lite.monitor.banner import choice_lines, derived_numbers, device_warnings, placement_warnings, stage_lines
+from megatron_lite.monitor.banner import (
+    choice_lines,
+    derived_numbers,
+    device_warnings,
+    placement_warnings,
+    stage_lines,
+)
 from megatron_lite.monitor.best_evaluation import BestEvaluation
 from megatron_lite.monitor.communication import time_collectives
 from megatron_lite.monitor.export_callback import open_callback
@@ -78,8 +84,8 @@ def build(
 ) -> Run:
     """Set up a run. All ranks call this together; an error on any rank is raised on all.
 
-    notes: from the command line. environment: variables of --export_callback_env, which `config` does not hold. asked:
-    `config` as typed.
+    notes: from the command line. environment: variables of --export_callback_env, which `config`
+    does not hold. asked: `config` as typed.
 
     Raises:
         RunError: if the run cannot start; its class tells why.
@@ -92,7 +98,12 @@ def build(
     run.samples = open_samples(run.config, distributed, experiment, stop)
     _log_banner(run, kernels, layers, (*found, *notes))
     run.memory_history = open_history(run.config, experiment.root, distributed, run.logger)
-    together(distributed, lambda: check_early(choice, run.config, run.data.identity) if distributed.rank == 0 else None)
+    together(
+        distributed,
+        lambda: (
+            check_early(choice, run.config, run.data.identity) if distributed.rank == 0 else None
+        ),
+    )
     opened = [again(lambda: _sources(run, layers))]
 
     _allocate(run, layers, kernels)
@@ -106,11 +117,13 @@ def build(
     return run
 
 
-# -- open the inputs ----------------------------------------------------------------------------------------------
+# -- open the inputs
+# ----------------------------------------------------------------------------------------------
 
 
 def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
-    """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints to resume from.
+    """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints
+    to resume from.
 
     Returns also the data of the newest one, see `open_data`, and notes.
     """
@@ -131,18 +144,23 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
     distributed.progress.enter("the preparation of the data")
     config = resolve_data(config, distributed, experiment.root, run.logger, began)
     config = _choose_products(config, distributed)
-    run.config, length = together(distributed, lambda: with_length(config, run.asked, began, distributed.world_size))
+    run.config, length = together(
+        distributed, lambda: with_length(config, run.asked, began, distributed.world_size)
+    )
     return choice, began, (*sizes, *length)
 
 
 def _choose(run: Run) -> Choice:
     """Choose the checkpoints to resume from."""
     usable = {} if run.mirror is None else run.mirror.usable
-    return choose_together(run.experiment.checkpoints, run.config.checkpoint, run.distributed, usable)
+    return choose_together(
+        run.experiment.checkpoints, run.config.checkpoint, run.distributed, usable
+    )
 
 
 def _on_mirror(run: Run, action: Callable[[Mirror], T]) -> T | None:
-    """Let rank 0 do something with the mirror while the others wait; return the result, None without --mirror."""
+    """Let rank 0 do something with the mirror while the others wait; return the result, None
+    without --mirror."""
     if run.config.checkpoint.mirror is None:
         return None
     mirror = run.mirror
@@ -158,7 +176,8 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
 
 
 def _choose_products(config: Config, distributed: Distributed) -> Config:
-    """Resolve and apply --cpu_matmul: `auto` is oneDNN only if it is the choice for every rank's processor."""
+    """Resolve and apply --cpu_matmul: `auto` is oneDNN only if it is the choice for every rank's
+    processor."""
     if distributed.device.type != "cpu":
         return config
     name = together(distributed, lambda: matmul_library.library_for(config.performance.cpu_matmul))
@@ -167,8 +186,11 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
     return changed(config, {"cpu_matmul": name})
 
 
-def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, began: JsonObject | None) -> list[Layer]:
-    """Open everything that needs no communication; return the layers to train. began: see `open_data`."""
+def _open_inputs(
+    run: Run, variables: Mapping[str, str], kernels: Kernels, began: JsonObject | None
+) -> list[Layer]:
+    """Open everything that needs no communication; return the layers to train. began: see
+    `open_data`."""
     config, distributed = run.config, run.distributed
     script = ""
     if distributed.rank == 0:
@@ -179,13 +201,16 @@ def _open_inputs(run: Run, variables: Mapping[str, str], kernels: Kernels, began
     run.data.while_waiting = distributed.check_step
     metric, _, name = (config.checkpoint.keep_best or "").partition("/")
     if name and name not in (names := run.data.alone("validation")):
-        raise UsageError(f"--keep_best={metric}/{name}: write {metric}, or after / one of {', '.join(names) or 'none'}")
+        raise UsageError(
+            f"--keep_best={metric}/{name}: write {metric}, or after / one of {', '.join(names) or 'none'}"
+        )
     _check_tokenizer(run)
     return model_layers(config, kernels, distributed.tensor)
 
 
 def _check_tokenizer(run: Run) -> None:
-    """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for checkpoints and exports."""
+    """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for
+    checkpoints and exports."""
     config = run.config
     data = run.data
     file = run.config.data.tokenizer_file
@@ -195,12 +220,17 @@ def _check_tokenizer(run: Run) -> None:
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if found is not None and own is not None:
         has_other_end = found.end not in (None, own.end)
-        if found.file.is_file() and (has_other_end or own.sha256 == found.source != found.sha256):  # the data decide
+        if found.file.is_file() and (
+            has_other_end or own.sha256 == found.source != found.sha256
+        ):  # the data decide
             own = known_tokenizer(str(found.file), f"--tokenizer_file={found.file}")
             run.config = changed(config, {"tokenizer_file": str(found.file)})
         if found.end not in (None, own.end):
             said = f"{own.name} ends documents with token {own.end}, the data with {found.end}, which was trained"
-            data.warnings = (*data.warnings, f"{said}: what exports generate may not stop; prepare the data again")
+            data.warnings = (
+                *data.warnings,
+                f"{said}: what exports generate may not stop; prepare the data again",
+            )
     if (tokenizer := found or own) is not None:
         data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
         if 2 * tokenizer.size < config.model.vocab_size:
@@ -214,7 +244,9 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
     config = run.config
     distributed = run.distributed
     logger = run.logger
-    derived = derived_numbers(config, layers, distributed, run.data.description, run.data.counts.schedule)
+    derived = derived_numbers(
+        config, layers, distributed, run.data.description, run.data.counts.schedule
+    )
     log_both(logger, console="", file=f"command: {shlex.join(sys.argv)}")
     every, typed = banners(run.shown_config, derived)
     log_both(logger, console=typed, file=every)
@@ -222,12 +254,17 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
         log_both(logger, console=short, file=line)
     for note in notes:
         logger.log(logging.WARNING if note.is_warning else logging.INFO, note.text)
-    found = (*warnings(config), *placement_warnings(config, distributed), *device_warnings(config, distributed.device))
+    found = (
+        *warnings(config),
+        *placement_warnings(config, distributed),
+        *device_warnings(config, distributed.device),
+    )
     for warning in (*found, *kernels.warnings, *run.data.warnings):
         logger.warning(warning)
 
 
-# -- allocate -----------------------------------------------------------------------------------------------------
+# -- allocate
+# -----------------------------------------------------------------------------------------------------
 
 
 def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
@@ -238,7 +275,8 @@ def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
     planned = config, distributed.world_size, distributed.device.type
     trains = not config.training.inference
     run.model = together(
-        distributed, lambda: partitioned(config, layers, distributed, trains, planned_durations(*planned))
+        distributed,
+        lambda: partitioned(config, layers, distributed, trains, planned_durations(*planned)),
     )
     together(distributed, run.model.memory.register)
     for line, short in stage_lines(run.model, config.batch):
@@ -261,7 +299,8 @@ def _preflight(run: Run, done: int) -> None:
 
 
 def _time_collectives(run: Run) -> dict[str, float]:
-    """With --log_communication, time waits from now on, and time each collective without overlap."""
+    """With --log_communication, time waits from now on, and time each collective without
+    overlap."""
     distributed = run.distributed
     if not run.config.run.log_communication:
         return {}
@@ -276,18 +315,28 @@ def _open_profiles(run: Run) -> Profiles | None:
         return None
     from megatron_lite.monitor.profiling.profiles import open_profiles
 
-    return open_profiles(run.config, run.logger, run.distributed, run.experiment.profiles, run.model)
+    return open_profiles(
+        run.config, run.logger, run.distributed, run.experiment.profiles, run.model
+    )
 
 
-# -- fill ---------------------------------------------------------------------------------------------------------
+# -- fill
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None]:
-    """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if any."""
+    """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if
+    any."""
     options, choice = run.config.source, _choose(run)
-    if options.pretrained_checkpoint_path is None or "model" not in options.load_parts or choice.found:
+    if (
+        options.pretrained_checkpoint_path is None
+        or "model" not in options.load_parts
+        or choice.found
+    ):
         return choice, None
-    return choice, load_pretrained.open_pretrained(run.config, shapes_of(layers), run.distributed, run.logger.warning)
+    return choice, load_pretrained.open_pretrained(
+        run.config, shapes_of(layers), run.distributed, run.logger.warning
+    )
 
 
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
@@ -299,13 +348,25 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
 
     def leave(iteration: int) -> None:
         run.experiment.check()
-        if run.mirror is not None:  # first: a checkpoint that is only there would be restored by the next start
+        if (
+            run.mirror is not None
+        ):  # first: a checkpoint that is only there would be restored by the next start
             run.mirror.set_aside(iteration)
 
     def repair(iteration: int) -> bool | None:
         return _on_mirror(run, lambda mirror: mirror.fetch(iteration))
 
-    arguments = (choice, root, run.config, model, optimizer, load_window, data, run.distributed, run.logger)
+    arguments = (
+        choice,
+        root,
+        run.config,
+        model,
+        optimizer,
+        load_window,
+        data,
+        run.distributed,
+        run.logger,
+    )
     resumed = resume(*arguments, leave, repair)
     if resumed is not None:
         return resumed
@@ -313,7 +374,9 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     if source is None:
         model.initialize(run.config.distributed.seed)
     else:
-        iteration = load_pretrained.start_from(source, run.config, model, optimizer, run.distributed, run.logger)
+        iteration = load_pretrained.start_from(
+            source, run.config, model, optimizer, run.distributed, run.logger
+        )
     optimizer.averaging.start()
     return Resumed(iteration, source.origin if source else {}, {"stages": [(0, 0, 0)], "sets": ()})
 
@@ -333,7 +396,9 @@ def _go_on(run: Run) -> None:
     with distributed.traffic.paused():
         run.model.gather_ahead()  # every iteration ends with this
     num_bytes = shards_bytes(run.model, distributed.layers.world_size)
-    if distributed.rank == 0 and (lack := lack_at_start(checkpoints, num_bytes, config, run.iteration)):
+    if distributed.rank == 0 and (
+        lack := lack_at_start(checkpoints, num_bytes, config, run.iteration)
+    ):
         run.logger.warning(lack)
 
 
@@ -347,7 +412,8 @@ def _debug(run: Run) -> TensorDebugger | None:
     return debugger
 
 
-# -- open the outputs ---------------------------------------------------------------------------------------------
+# -- open the outputs
+# ---------------------------------------------------------------------------------------------
 
 
 def _open_outputs(run: Run, layers: list[Layer]) -> None:
@@ -355,16 +421,26 @@ def _open_outputs(run: Run, layers: list[Layer]) -> None:
     distributed = run.distributed
     experiment = run.experiment
     run.background = open_background(config, run.model, distributed)
-    arguments = run.shown_config, experiment.root, experiment.run, distributed.rank == 0, run.iteration
+    arguments = (
+        run.shown_config,
+        experiment.root,
+        experiment.run,
+        distributed.rank == 0,
+        run.iteration,
+    )
     run.trackers = together(distributed, lambda: open_trackers(*arguments))
     peak_tflops = config.run.peak_tflops
     if peak_tflops is None and distributed.device.type == "cuda":
         peak_tflops = known_peak_tflops(torch.cuda.get_device_name(distributed.device))
     eight_bit_flops = sum(eight_bit.flops_per_token for eight_bit in eight_bit_of(layers))
-    run.timer = StepTimer(config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops)
+    run.timer = StepTimer(
+        config, distributed.world_size, run.iteration, peak_tflops, eight_bit_flops
+    )
     run.console = ConsoleLines(distributed.device.type)
     if config.tracking.watch and run.model.training:
-        run.watch = Watch(config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log)
+        run.watch = Watch(
+            config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log
+        )
     if run.mirror is not None:
         run.mirror.begin(run.history.run)
         run.mirror.update()

@@ -1,7 +1,8 @@
-"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no tensors.
+"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no
+tensors.
 
-A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of these, and a slice of
-a checkpoint the contents of one shard.
+A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of
+these, and a slice of a checkpoint the contents of one shard.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 class Tile(NamedTuple):
     """A rectangle of a parameter: `rows` runs of `width` consecutive elements.
 
-    Several runs are the same columns of successive rows; a single run may start and end in any column. The holder's
-    memory stores a tile contiguously.
+    Several runs are the same columns of successive rows; a single run may start and end in any
+    column. The holder's memory stores a tile contiguously.
     """
 
     first: int  # index of the first element in the flattened parameter
@@ -55,13 +56,20 @@ class Tile(NamedTuple):
         return flat[self.first :].as_strided((self.rows, self.width), (self.pitch, 1))
 
     def cut(self, start: int, end: int) -> Iterator[Tile]:
-        """Yield the elements from `start` to `end` in memory: one run, or up to three tiles of columns."""
+        """Yield the elements from `start` to `end` in memory: one run, or up to three tiles of
+        columns."""
         start, end = max(start, self.offset), min(end, self.end)
         if start >= end:
             return
         if self.is_run:
             numel = end - start
-            yield self._replace(first=self.first + start - self.offset, rows=1, width=numel, pitch=numel, offset=start)
+            yield self._replace(
+                first=self.first + start - self.offset,
+                rows=1,
+                width=numel,
+                pitch=numel,
+                offset=start,
+            )
             return
         for low, rows, width in _by_rows(start - self.offset, end - self.offset, self.width):
             row, column = divmod(low, self.width)
@@ -70,8 +78,11 @@ class Tile(NamedTuple):
 
 
 def _by_rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a range into the end of a row, whole rows and the start of a row; yield (first, rows, width) for each."""
-    cuts = sorted({start, min(end, -(-start // width) * width), max(start, end // width * width), end})
+    """Cut a range into the end of a row, whole rows and the start of a row; yield (first, rows,
+    width) for each."""
+    cuts = sorted(
+        {start, min(end, -(-start // width) * width), max(start, end // width * width), end}
+    )
     for low, high in itertools.pairwise(cuts):
         yield low, max(1, (high - low) // width), min(width, high - low)
 
@@ -95,12 +106,17 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
         start = max(wanted.first, saved.first)
         end = min(wanted.first + wanted.numel, saved.first + saved.numel)
         if start < end:
-            mine, theirs = (Tile.run(tile.offset + start - tile.first, end - start) for tile in (wanted, saved))
+            mine, theirs = (
+                Tile.run(tile.offset + start - tile.first, end - start) for tile in (wanted, saved)
+            )
             yield Overlap(mine, theirs, 0)
         return
     pitch = saved.pitch if wanted.is_run else wanted.pitch
     for mine, theirs in itertools.product(rectangles(wanted, pitch), rectangles(saved, pitch)):
-        (row, column), (their_row, their_column) = divmod(mine.first, pitch), divmod(theirs.first, pitch)
+        (row, column), (their_row, their_column) = (
+            divmod(mine.first, pitch),
+            divmod(theirs.first, pitch),
+        )
         top, bottom = max(row, their_row), min(row + mine.rows, their_row + theirs.rows)
         left = max(column, their_column)
         right = min(column + mine.width, their_column + theirs.width)
@@ -108,7 +124,9 @@ def overlaps(wanted: Tile, saved: Tile) -> Iterator[Overlap]:
             first = mine.offset + (top - row) * mine.width + left - column
             their_first = theirs.offset + (top - their_row) * theirs.width + left - their_column
             own = Tile(first, bottom - top, right - left, mine.width)
-            yield Overlap(own, own._replace(first=their_first, pitch=theirs.width), left - their_column)
+            yield Overlap(
+                own, own._replace(first=their_first, pitch=theirs.width), left - their_column
+            )
 
 
 def rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
@@ -123,7 +141,8 @@ def rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
 class Block(NamedTuple):
     """Consecutive indices of a parameter's split dimension, cut into `parts` of `part_size`.
 
-    With fewer parts than ranks, neighbouring ranks hold the same part. The last part may be shorter.
+    With fewer parts than ranks, neighbouring ranks hold the same part. The last part may be
+    shorter.
     """
 
     size: int
@@ -148,26 +167,46 @@ class Split:
     rank: int = 0  # this rank in the group
     dim: int = 0
     blocks: tuple[Block, ...] = ()  # queries, keys and values; gate and up
-    sums_gradients: bool = False  # whether holders of the same tile compute partial gradients; otherwise equal ones
+    sums_gradients: bool = (
+        False  # whether holders of the same tile compute partial gradients; otherwise equal ones
+    )
 
     def tiles(self, name: str, shape: Sequence[int]) -> tuple[Tile, ...]:
-        """Return this rank's tiles of a parameter, in order; neighbours with the same holders are one tile."""
+        """Return this rank's tiles of a parameter, in order; neighbours with the same holders are
+        one tile."""
         rows, unit = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
-        found: list[tuple[int, int, tuple[int, ...]]] = []  # start and end along the split dimension, holders
+        found: list[
+            tuple[int, int, tuple[int, ...]]
+        ] = []  # start and end along the split dimension, holders
         begin = 0  # of the block
         for block in self.blocks or (Block.of(shape[self.dim], 1),):
             part = self.rank * block.parts // self.ranks
-            holders = tuple(rank for rank in range(self.ranks) if rank * block.parts // self.ranks == part)
-            start, end = (begin + min(index * block.part_size, block.size) for index in (part, part + 1))
+            holders = tuple(
+                rank for rank in range(self.ranks) if rank * block.parts // self.ranks == part
+            )
+            start, end = (
+                begin + min(index * block.part_size, block.size) for index in (part, part + 1)
+            )
             if found and found[-1][1:] == (start, holders):
                 start = found.pop()[0]
             found.append((start, end, holders))
             begin += block.size
-        assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (self, shape)  # else no run is a row
+        assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (
+            self,
+            shape,
+        )  # else no run is a row
         tiles, offset = [], 0
         for start, end, holders in found:
             part_name = name_part(name, shape, self.dim, [(start, end)])
-            tile = Tile(start * unit, rows, (end - start) * unit, shape[self.dim] * unit, offset, holders, part_name)
+            tile = Tile(
+                start * unit,
+                rows,
+                (end - start) * unit,
+                shape[self.dim] * unit,
+                offset,
+                holders,
+                part_name,
+            )
             tiles.append(tile)
             offset = tile.end
         return tuple(tiles)
@@ -177,7 +216,8 @@ WHOLE = Split()
 
 
 def name_part(name: str, shape: Sequence[int], dim: int, spans: Sequence[tuple[int, int]]) -> str:
-    """Return a name with the indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are all."""
+    """Return a name with the indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are
+    all."""
     if sum(end - start for start, end in spans) == shape[dim]:
         return name
     return f"{name}[{':, ' * dim}{' + '.join(f'{start}:{end}' for start, end in spans)}]"

@@ -27,7 +27,13 @@ from megatron_lite.outputs.saving import (
     save_before_end,
 )
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs, watch_labels
-from megatron_lite.outputs.training_log import is_early, is_log_due, log_training, progress_bar, show_early
+from megatron_lite.outputs.training_log import (
+    is_early,
+    is_log_due,
+    log_training,
+    progress_bar,
+    show_early,
+)
 from megatron_lite.run.stop_signal import StopRequested
 from megatron_lite.schedules.learning_rate import learning_rate
 
@@ -54,10 +60,13 @@ def train(run: Run) -> tuple[int, str]:
             run.profiles.begin(first)
         with contextlib.closing(progress_bar(run)) as bar:
             for iteration in range(first, training.train_iters + 1):
-                # The second iteration's data may wait for the start of the workers, which is no reason to warn.
+                # The second iteration's data may wait for the start of the workers, which is no
+                # reason to warn.
                 run.distributed.progress.at("the wait for data", iteration)
                 warn_ms = SLOW_MS if iteration > first + 1 else None
-                batch = next_batch(batches, run.distributed, run.stop, warn_ms, is_time_to_save(run))
+                batch = next_batch(
+                    batches, run.distributed, run.stop, warn_ms, is_time_to_save(run)
+                )
                 if warn_ms is not None and (warning := waiting.add(batch.waited_s)) is not None:
                     run.logger.warning(warning)
                 run.save_requested = batch.save
@@ -100,7 +109,11 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
     debugger = run.debugger
     counted = counted_labels(run, micro_batches)
     inputs = step_inputs(run, micro_batches, iteration, counted)
-    with debugger.phase(f"train_{iteration:05d}", len(inputs)) if debugger else contextlib.nullcontext():
+    with (
+        debugger.phase(f"train_{iteration:05d}", len(inputs))
+        if debugger
+        else contextlib.nullcontext()
+    ):
         loss = run.model.forward_backward(inputs)  # fills the gradient shards
         if debugger:
             debugger.gradients_reduced(run.model)

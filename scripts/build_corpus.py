@@ -1,11 +1,12 @@
-"""Write a folder of Python files as a .jsonl corpus for prepare_data.py; by default, the standard library.
+"""Write a folder of Python files as a .jsonl corpus for prepare_data.py; by default, the standard
+library.
 
     python scripts/build_corpus.py --output corpus.jsonl
     python scripts/build_corpus.py --output corpus.jsonl --source ~/code --max_bytes 5e6
 
-Each file is one document: {"path": ..., "text": ...}. Every interpreter has the standard library, so no download is
-needed. Files are sorted by a hash of their path, so the order is the same on every machine with the same files, and the
-last documents (the validation split) resemble the first.
+Each file is one document: {"path": ..., "text": ...}. Every interpreter has the standard library,
+so no download is needed. Files are sorted by a hash of their path, so the order is the same on
+every machine with the same files, and the last documents (the validation split) resemble the first.
 """
 
 import argparse
@@ -18,7 +19,17 @@ from pathlib import Path
 
 # Tests and tables are poor examples of code; installed packages differ between machines.
 SKIPPED_FOLDERS = frozenset(
-    ("test", "tests", "idle_test", "idlelib", "lib2to3", "distutils", "turtledemo", "encodings", "pydoc_data")
+    (
+        "test",
+        "tests",
+        "idle_test",
+        "idlelib",
+        "lib2to3",
+        "distutils",
+        "turtledemo",
+        "encodings",
+        "pydoc_data",
+    )
     + ("site-packages", "dist-packages", "__pycache__")
 )
 
@@ -46,11 +57,21 @@ def documents(root: Path, max_bytes: float) -> Iterator[dict[str, str]]:
 
 
 def main() -> int:
-    """Write the corpus; return 3 (data) if there is nothing to write, 8 (storage) if it cannot be written."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
+    """Write the corpus; return 3 (data) if there is nothing to write, 8 (storage) if it cannot be
+    written."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to read")
-    parser.add_argument("--max_bytes", type=float, default=float("inf"), help="stop before the text exceeds this size")
+    parser.add_argument(
+        "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to read"
+    )
+    parser.add_argument(
+        "--max_bytes",
+        type=float,
+        default=float("inf"),
+        help="stop before the text exceeds this size",
+    )
     options = parser.parse_args()
     partial = options.output.with_name(options.output.name + ".partial")
     count = text_bytes = 0
@@ -70,7 +91,9 @@ def main() -> int:
     if not count:
         print(f"build_corpus.py: no .py files found in --source {options.source}", file=sys.stderr)
         return 3
-    print(f"{options.output}: {count} files, {text_bytes / 1e6:.1f} MB of text from {options.source}")
+    print(
+        f"{options.output}: {count} files, {text_bytes / 1e6:.1f} MB of text from {options.source}"
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Check whether this checkout is installed, current and complete; exit code 0 if so, otherwise 1 with the reason.
+"""Check whether this checkout is installed, current and complete; exit code 0 if so, otherwise 1
+with the reason.
 
     python scripts/check_installed.py plot,test
 
@@ -29,13 +30,19 @@ def missing(extras: Sequence[str]) -> str | None:
     origin = json.loads(found[0].read_text("direct_url.json") or "{}").get("url")
     if origin != ROOT.as_uri():
         return f"installed from {origin}, not from this checkout"
-    metadata = Path(str(found[0].locate_file(""))) / f"megatron_lite-{found[0].version}.dist-info" / "METADATA"
+    metadata = (
+        Path(str(found[0].locate_file("")))
+        / f"megatron_lite-{found[0].version}.dist-info"
+        / "METADATA"
+    )
     for name in DESCRIPTION_FILES:
         if metadata.stat().st_mtime < (ROOT / name).stat().st_mtime:
             return f"{name} has changed since the installation"
     for text in found[0].requires or []:
         requirement = Requirement(text)
-        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        if requirement.marker and not any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+        ):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -48,7 +55,9 @@ def missing(extras: Sequence[str]) -> str | None:
 
 def main() -> int:
     """Check the comma-separated extras of the command line; return the exit code."""
-    reason = missing([extra for extra in sys.argv[1].split(",") if extra] if len(sys.argv) > 1 else [])
+    reason = missing(
+        [extra for extra in sys.argv[1].split(",") if extra] if len(sys.argv) > 1 else []
+    )
     print("already installed and current" if reason is None else f"to install: {reason}")
     return 0 if reason is None else 1
 

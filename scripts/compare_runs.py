@@ -1,6 +1,7 @@
 """Compare two runs: configuration, losses, speed, memory.
 
-This is the command `megatron_lite compare_runs` without installation: python scripts/compare_runs.py --help
+This is the command `megatron_lite compare_runs` without installation: python
+scripts/compare_runs.py --help
 """
 
 import sys

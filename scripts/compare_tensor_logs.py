@@ -3,13 +3,13 @@
     python scripts/compare_tensor_logs.py RUN_A RUN_B [--rtol 1e-3] [--atol 1e-6] [--limit 20]
 
 Each run is an --experiment_dir (its newest start with tensor logs is read), a folder of tensor logs
-(<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without tolerances all elements
-must be equal, including those that were not sampled, because the log has a checksum of every tensor. With tolerances,
-samples, mean, standard deviation and extremes may differ by atol + rtol * RMS, the root mean square of the tensor in
-RUN_A.
+(<experiment_dir>/runs/<k>/artifacts), or one file; --save_tensor_logs=1 writes them. Without
+tolerances all elements must be equal, including those that were not sampled, because the log has a
+checksum of every tensor. With tolerances, samples, mean, standard deviation and extremes may differ
+by atol + rtol * RMS, the root mean square of the tensor in RUN_A.
 
-Tensors are matched by name, so runs with different schedules can be compared. Exit codes: 0 the same, 1 different,
-2 nothing to compare.
+Tensors are matched by name, so runs with different schedules can be compared. Exit codes: 0 the
+same, 1 different, 2 nothing to compare.
 """
 
 from __future__ import annotations
@@ -60,11 +60,14 @@ def compare(a: Path, b: Path, rtol: float = 0.0, atol: float = 0.0) -> list[Diff
     Raises:
         UsageError: if a file is missing in either run or cannot be read, or nothing was logged.
     """
-    return [difference for pair in read_pairs(a, b) for difference in compare_files(*pair, rtol, atol)]
+    return [
+        difference for pair in read_pairs(a, b) for difference in compare_files(*pair, rtol, atol)
+    ]
 
 
 def read_pairs(a: Path, b: Path) -> Iterator[tuple[str, Entries, Entries]]:
-    """Yield each file's name and its entries in both runs: the initial weights, then iteration by iteration.
+    """Yield each file's name and its entries in both runs: the initial weights, then iteration by
+    iteration.
 
     Raises:
         UsageError: as in `compare`.
@@ -78,7 +81,9 @@ def read_pairs(a: Path, b: Path) -> Iterator[tuple[str, Entries, Entries]]:
         first = {name: path for name, path in first.items() if name in second}
     for name in sorted(first.keys() ^ second.keys(), key=natural_order):
         has, lacks = (a, b) if name in first else (b, a)
-        raise UsageError(f"{name} is in {has} but not in {lacks}; run both with the same debug flags and train_iters")
+        raise UsageError(
+            f"{name} is in {has} but not in {lacks}; run both with the same debug flags and train_iters"
+        )
     for name in sorted(first, key=natural_order):
         yield name, read_tensor_log(first[name]), read_tensor_log(second[name])
 
@@ -91,21 +96,30 @@ def find_files(path: Path) -> dict[str, Path]:
     """
     if path.is_file():
         return {path.name: path}
-    runs = sorted((path / "runs").glob("*/artifacts"), key=lambda folder: natural_order(folder.parent.name))
+    runs = sorted(
+        (path / "runs").glob("*/artifacts"), key=lambda folder: natural_order(folder.parent.name)
+    )
     for folder in (path, path / "artifacts", *reversed(runs)):
         if files := {file.name: file for file in folder.glob(PATTERN)}:
             return files
     state = "has no tensor logs" if path.is_dir() else "does not exist"
-    raise UsageError(f"{path} {state}; give a run's --experiment_dir or runs/<k>/artifacts, from --save_tensor_logs=1")
+    raise UsageError(
+        f"{path} {state}; give a run's --experiment_dir or runs/<k>/artifacts, from --save_tensor_logs=1"
+    )
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders numbers by value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
-def compare_files(file: str, a: Entries, b: Entries, rtol: float, atol: float) -> Iterator[Difference]:
-    """Yield the tensors that differ between two files; those found only in the second file come last."""
+def compare_files(
+    file: str, a: Entries, b: Entries, rtol: float, atol: float
+) -> Iterator[Difference]:
+    """Yield the tensors that differ between two files; those found only in the second file come
+    last."""
     second = {entry.name: entry for entry in b}
     for entry in a:
         other = second.pop(entry.name, None)
@@ -117,7 +131,9 @@ def compare_files(file: str, a: Entries, b: Entries, rtol: float, atol: float) -
         yield Difference(file, name, "only in the second run")
 
 
-def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float) -> Difference | None:
+def compare_entries(
+    file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol: float
+) -> Difference | None:
     """Return how two tensors of the same name differ, as far as the logs show, or None."""
     if a.shape != b.shape:
         return Difference(file, a.name, f"shapes {a.shape} and {b.shape}")
@@ -131,7 +147,11 @@ def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol
     if a.samples is not None and b.samples is not None and a.samples.shape == b.samples.shape:
         differences = sample_differences(a.samples, b.samples)
         largest, count = float(differences.max()), int((differences > 0).sum())
-        where = f"{count:,} of {a.samples.numel():,} samples differ" if count else "differs outside the samples"
+        where = (
+            f"{count:,} of {a.samples.numel():,} samples differ"
+            if count
+            else "differs outside the samples"
+        )
         max_abs = largest if count and exact else max(max_abs, largest)
     else:
         where = "by the statistics"
@@ -145,16 +165,20 @@ def compare_entries(file: str, a: TensorEntry, b: TensorEntry, rtol: float, atol
 
 
 def statistics_difference(a: Statistics, b: Statistics) -> float:
-    """Return the largest difference of any statistic; infinity if the counts of non-finite elements differ."""
+    """Return the largest difference of any statistic; infinity if the counts of non-finite elements
+    differ."""
     if a.not_finite != b.not_finite:
         return math.inf
     names = ("mean", "std", "minimum", "maximum")
-    first, second = (torch.tensor([getattr(one, name) for name in names], dtype=torch.float64) for one in (a, b))
+    first, second = (
+        torch.tensor([getattr(one, name) for name in names], dtype=torch.float64) for one in (a, b)
+    )
     return float(sample_differences(first, second).max())
 
 
 def sample_differences(a: Tensor, b: Tensor) -> Tensor:
-    """Return absolute differences (n,) in fp64: 0 between two NaNs, infinity between NaN and a number."""
+    """Return absolute differences (n,) in fp64: 0 between two NaNs, infinity between NaN and a
+    number."""
     differences = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return differences.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
 
@@ -162,13 +186,20 @@ def sample_differences(a: Tensor, b: Tensor) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; return the exit code."""
     parser = ScriptParser(description="Compare the tensor logs of two runs.")
-    parser.add_argument("run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file")
+    parser.add_argument(
+        "run_a", type=Path, help="an --experiment_dir, a folder with tensor logs, or one file"
+    )
     parser.add_argument("run_b", type=Path, help="the run to compare with")
     parser.add_argument(
-        "--rtol", type=number(float, 0), default=0.0, help="tolerance as a fraction of the tensor's RMS"
+        "--rtol",
+        type=number(float, 0),
+        default=0.0,
+        help="tolerance as a fraction of the tensor's RMS",
     )
     parser.add_argument("--atol", type=number(float, 0), default=0.0, help="absolute tolerance")
-    parser.add_argument("--limit", type=int, default=20, help="number of differences to print (default: 20)")
+    parser.add_argument(
+        "--limit", type=int, default=20, help="number of differences to print (default: 20)"
+    )
     options = parser.parse_args(arguments)
     count, files = 0, 0
     differences: list[Difference] = []

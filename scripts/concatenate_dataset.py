@@ -3,7 +3,8 @@
     python scripts/concatenate_dataset.py data --output data/all.json
     python pretrain_gpt.py --dataset_source=file --data_path=data/all.json ...
 
-A folder stands for the pairs in it, except pairs of validation documents. Prefixes are relative to the list.
+A folder stands for the pairs in it, except pairs of validation documents. Prefixes are relative to
+the list.
 
 Exit codes: 0 done, 2 usage, 3 data, 8 storage.
 """
@@ -32,10 +33,11 @@ from megatron_lite.run.exit_status import print_failure
 
 
 def find_pairs(names: Sequence[str]) -> list[str]:
-    """Return the prefixes of the pairs of all names; a folder stands for the pairs in it, sorted by path.
+    """Return the prefixes of the pairs of all names; a folder stands for the pairs in it, sorted by
+    path.
 
-    Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them must be asked for; so
-    are the loss masks of others (`..._mask`).
+    Of a folder, pairs of validation documents (`..._validation`) are left out: to train on them
+    must be asked for; so are the loss masks of others (`..._mask`).
 
     Raises: DataError if a folder holds no pair, or a link out of it.
     """
@@ -47,7 +49,11 @@ def find_pairs(names: Sequence[str]) -> list[str]:
                 for ending in (".idx", ".bin"):
                     inside(Path(name), Path(prefix + ending))
             masks = {prefix + "_mask" for prefix in found}
-            kept = [prefix for prefix in found if not prefix.endswith("_validation") and prefix not in masks]
+            kept = [
+                prefix
+                for prefix in found
+                if not prefix.endswith("_validation") and prefix not in masks
+            ]
             if not kept:
                 raise DataError(f"{name}: no .bin/.idx pair in this folder")
             prefixes += kept
@@ -83,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", help="folders, or prefixes of pairs")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the JSON file to write"
+    )
     options = parser.parse_args(argv)
     try:
         entries = write_list(find_pairs(options.inputs), options.output)

@@ -1,6 +1,7 @@
 """Convert checkpoints to Hugging Face folders and back, one tensor in memory at a time.
 
-This is the command `megatron_lite convert_checkpoint` without installation: python scripts/convert_checkpoint.py --help
+This is the command `megatron_lite convert_checkpoint` without installation: python
+scripts/convert_checkpoint.py --help
 """
 
 import sys

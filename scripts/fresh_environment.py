@@ -1,10 +1,11 @@
-"""Build an sdist and a wheel, and install the wheel into a fresh environment that does not see this checkout.
+"""Build an sdist and a wheel, and install the wheel into a fresh environment that does not see this
+checkout.
 
     python scripts/fresh_environment.py FOLDER
 
-Both archives go to FOLDER/dist, the environment to FOLDER/environment. The wheel is built from the sdist, so it lacks
-any file that the sdist lacks. Other packages come from the running interpreter through a .pth file; nothing is
-downloaded. Requires the packages build and setuptools.
+Both archives go to FOLDER/dist, the environment to FOLDER/environment. The wheel is built from the
+sdist, so it lacks any file that the sdist lacks. Other packages come from the running interpreter
+through a .pth file; nothing is downloaded. Requires the packages build and setuptools.
 """
 
 import shutil
@@ -18,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def source_files() -> Iterator[Path]:
-    """Yield the relative paths of files that git tracks or would track; in an unpacked sdist, all files."""
+    """Yield the relative paths of files that git tracks or would track; in an unpacked sdist, all
+    files."""
     if not (ROOT / ".git").exists():
         paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
         yield from (path for path in paths if "__pycache__" not in path.parts)
@@ -36,7 +38,15 @@ def build(folder: Path) -> Path:
     for path in source_files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, source / path)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder / "dist"),
+        str(source),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"fresh_environment.py: python -m build failed:\n{result.stdout}{result.stderr}")
@@ -57,8 +67,20 @@ def install(wheel: Path, environment: Path) -> None:
     """Install the wheel without its dependencies."""
     python = environment / "bin" / "python"
     # A copy of the project among the borrowed packages must not count as installed.
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*command, "--force-reinstall", "--disable-pip-version-check", str(wheel)], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
+    subprocess.run(
+        [*command, "--force-reinstall", "--disable-pip-version-check", str(wheel)], check=True
+    )
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or the folder of a run.
+"""Continue texts with a model: an export, any Hugging Face folder, a checkpoint, or the folder of a
+run.
 
 This is the command `megatron_lite generate` without installation: python scripts/generate.py --help
 """

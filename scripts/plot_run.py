@@ -1,4 +1,5 @@
-"""Plot the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the terminal.
+"""Plot the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the
+terminal.
 
 This is the command `megatron_lite plot_run` without installation: python scripts/plot_run.py --help
 """

@@ -2,9 +2,10 @@
 
     python scripts/plot_schedule.py <training flags> [--csv=schedule.csv] [--png=schedule.png]
 
-The flags are those of pretrain_gpt.py. As in a dry run, data and directories may be left out, and --world_size sets the
-number of ranks. The default output is schedule.png, in the --experiment_dir if given. Pictures need matplotlib
-(`pip install matplotlib`); without matplotlib the default is schedule.csv.
+The flags are those of pretrain_gpt.py. As in a dry run, data and directories may be left out, and
+--world_size sets the number of ranks. The default output is schedule.png, in the --experiment_dir
+if given. Pictures need matplotlib (`pip install matplotlib`); without matplotlib the default is
+schedule.csv.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def take_files(argv: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
         check_addresses([word, file])
         files[flag] = Path(file).expanduser()
     if "--png" in files and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--png: matplotlib is not installed (pip install matplotlib); --csv works without it")
+        raise UsageError(
+            "--png: matplotlib is not installed (pip install matplotlib); --csv works without it"
+        )
     return files, left
 
 
@@ -93,7 +96,9 @@ def read_config(argv: Sequence[str]) -> Config:
     """
     arguments = parse(argv)
     config = arguments.config
-    config = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, dry_run=True))
+    config = dataclasses.replace(
+        config, distributed=dataclasses.replace(config.distributed, dry_run=True)
+    )
     config = resolve(config, planned_world_size(config, launch_world_size()))
     if config.training.train_iters == 0:
         raise UsageError("--train_iters=0: no iterations to show; write --train_iters=<iterations>")
@@ -130,9 +135,13 @@ def draw(rows: Sequence[Row]) -> Any:
     panels = 2 if len(set(sizes)) > 1 else 1
     grid = {"height_ratios": [3, 1][:panels]}
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
-    axes[0].plot(iterations, rates, color=RATE_COLOR, linewidth=1.8, marker="o" if len(rows) < 4 else None)
+    axes[0].plot(
+        iterations, rates, color=RATE_COLOR, linewidth=1.8, marker="o" if len(rows) < 4 else None
+    )
     axes[0].set_ylabel("learning rate", color=MUTED_COLOR)
-    axes[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-")))
+    axes[0].yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:.4g}".replace("e-0", "e-"))
+    )
     if panels == 2:
         axes[1].step(iterations, sizes, where="mid", color=BATCH_COLOR, linewidth=1.8)
         axes[1].set_ylabel("batch size", color=MUTED_COLOR)
@@ -166,7 +175,9 @@ def write(files: dict[str, Path], rows: Sequence[Row]) -> None:
             else:
                 draw(rows).savefig(path, format="png")
         except OSError as error:
-            raise StorageError(f"{flag}={path}: cannot be written: {error.strerror}; choose another file") from None
+            raise StorageError(
+                f"{flag}={path}: cannot be written: {error.strerror}; choose another file"
+            ) from None
 
 
 def main(argv: Sequence[str]) -> int:

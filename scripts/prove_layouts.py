@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Prove that every layout computes the same: train a tiny model in random layouts, and compare with one rank.
+"""Prove that every layout computes the same: train a tiny model in random layouts, and compare with
+one rank.
 
     python scripts/prove_layouts.py [--ranks=4] [--count=N] [--minutes=M] [--seed=S] [--output=FILE]
     python scripts/prove_layouts.py --like="$MODEL_ARGS $TRAINING_ARGS $PERFORMANCE_ARGS"
 
-Without --like, models and options are drawn as well. Each line of the table is a run in one layout, with the
-largest differences to one rank. docs/parallelism.md says what to expect.
+Without --like, models and options are drawn as well. Each line of the table is a run in one layout,
+with the largest differences to one rank. docs/parallelism.md says what to expect.
 A difference beyond that is reduced to the fewest options, with the command that shows it again.
 Exit codes: 0 every layout computes the same, 5 one does not, 2 usage.
 """
@@ -48,25 +49,41 @@ SHOWN = ("loss", "norm", "gradient", "update of the weights")
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     about, _, more = (__doc__ or "").partition("\n\n")
-    parser = ScriptParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=number(int, 0), default=1, help="of the draws (default 1)")
-    parser.add_argument("--count", type=number(int, 1), help="layouts (default: as many as --minutes allow)")
-    parser.add_argument(
-        "--minutes", type=number(float, 0, above=True), help=f"stop after (default {DEFAULT_MINUTES:g} without --count)"
+    parser = ScriptParser(
+        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=number(int, 1, 64), help="most ranks of a layout (default 4; one a GPU)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu, with gloo)")
+    parser.add_argument("--seed", type=number(int, 0), default=1, help="of the draws (default 1)")
+    parser.add_argument(
+        "--count", type=number(int, 1), help="layouts (default: as many as --minutes allow)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=number(float, 0, above=True),
+        help=f"stop after (default {DEFAULT_MINUTES:g} without --count)",
+    )
+    parser.add_argument(
+        "--ranks", type=number(int, 1, 64), help="most ranks of a layout (default 4; one a GPU)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu, with gloo)"
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--like", metavar="FLAGS", help="flags of a run: prove layouts of this model, shrunk")
+    which.add_argument(
+        "--like", metavar="FLAGS", help="flags of a run: prove layouts of this model, shrunk"
+    )
     which.add_argument("--case", metavar="FLAGS", help="run this case alone, on --ranks ranks")
     parser.add_argument(
-        "--then", metavar="RANKS...", help="ranks, and flags, with which the case goes on after a restart"
+        "--then",
+        metavar="RANKS...",
+        help="ranks, and flags, with which the case goes on after a restart",
     )
     parser.add_argument("--output", type=Path, help="also write all differences as JSON")
     options = parser.parse_args(arguments)
     if options.then is not None and options.case is None:
         parser.error("--then continues a --case; write both, or leave it out")
-    options.ranks = options.ranks or (4 if options.device == "cpu" else max(1, torch.cuda.device_count()))
+    options.ranks = options.ranks or (
+        4 if options.device == "cpu" else max(1, torch.cuda.device_count())
+    )
     return options
 
 
@@ -103,7 +120,12 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
             share = max(len(verdicts) / count, minutes_so_far / minutes)
             if share >= 1:
                 break
-            bar.update(lambda s: f"[{'#' * round(20 * share):20}] {len(verdicts)} layouts, {format_duration(s)}")  # noqa: B023
+            bar.update(
+                lambda s: (
+                    f"[{'#' * round(20 * share):20}] "  # noqa: B023
+                    f"{len(verdicts)} layouts, {format_duration(s)}"
+                )
+            )
         bar.close()
     report: dict[str, object] = {"command": shlex.join(sys.argv)}
     report["cases"] = [record(verdict, fixed) for verdict in verdicts]
@@ -113,7 +135,9 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
         report["pairs"] = coverage.record()
     write_json(options.output, report)
     if problem:
-        raise NumericsError(f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command(fixed)}")
+        raise NumericsError(
+            f"the smallest case: {problem}\nshown again by: {verdicts[-1].case.command(fixed)}"
+        )
     print("\n".join(summary(verdicts, time.monotonic() - start_s)))
     if coverage:
         print(coverage)
@@ -121,7 +145,8 @@ def prove(options: argparse.Namespace, prepare: Prepare | None) -> None:
 
 
 def chosen(options: argparse.Namespace, fixed: Flags) -> tuple[Iterable[Case], Flags, Draws | None]:
-    """Return the cases to run, options that all have, and what draws them: --case, or that of --like and drawn ones."""
+    """Return the cases to run, options that all have, and what draws them: --case, or that of
+    --like and drawn ones."""
     if options.case is not None:
         return [case_of(flags_of(options.case), options.ranks, options.then)], {}, None
     if options.like is None:
@@ -148,12 +173,15 @@ def line(layout: str, *cells: str) -> str:
 
 
 def rows(verdict: Verdict, common: Flags, head: bool) -> Iterator[str]:
-    """Yield the lines of a case. common: options not to show. head: begin with the head of the table."""
+    """Yield the lines of a case. common: options not to show. head: begin with the head of the
+    table."""
     if head:
         yield line("layout", "loss", "norm", "gradient", "update", "bits", "options")
     case, worst = verdict.case, verdict.worst
     numbers = [f"{worst[what].error:.1e}" if what in worst else "" for what in SHOWN]
-    shown = " ".join(f"{name}={value}" for name, value in case.options.items() if name not in common)
+    shown = " ".join(
+        f"{name}={value}" for name, value in case.options.items() if name not in common
+    )
     then = "" if case.then is None else ", then"
     yield line(f"{case.layout}{then}", *numbers, "same" if verdict.twin else "", shown[:MOST_SHOWN])
     if case.then is not None:
@@ -164,7 +192,12 @@ def record(verdict: Verdict, fixed: Flags) -> dict[str, object]:
     """Return all of a case for JSON. fixed: flags of all runs."""
     worst = {what: found._asdict() for what, found in verdict.worst.items()}
     twin = verdict.twin and str(verdict.twin.layout)
-    return {"command": verdict.case.command(fixed), "same_bits_as": twin, "problem": verdict.problem, "worst": worst}
+    return {
+        "command": verdict.case.command(fixed),
+        "same_bits_as": twin,
+        "problem": verdict.problem,
+        "worst": worst,
+    }
 
 
 def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
@@ -172,9 +205,17 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
     yield f"\n{len(verdicts)} layouts in {format_duration(elapsed_s)}. Largest differences to one rank, and limits:"
     for kind, limits in sorted({limits_of(verdict.case.options) for verdict in verdicts}):
         some = [verdict for verdict in verdicts if limits_of(verdict.case.options)[0] == kind]
-        worst = [max((v.worst[what].error for v in some if what in v.worst), default=0.0) for what in SHOWN]
+        worst = [
+            max((v.worst[what].error for v in some if what in v.worst), default=0.0)
+            for what in SHOWN
+        ]
         yield line(f"{len(some)} in {kind}", *(f"{error:.1e}" for error in worst), "", "")
-        yield line("", *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]), "", "or measured" * kind.endswith("8 bits"))
+        yield line(
+            "",
+            *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]),
+            "",
+            "or measured" * kind.endswith("8 bits"),
+        )
     same = sum(v.twin is not None for v in verdicts)
     restarts = sum(v.case.then is not None for v in verdicts)
     yield "to rounding: other ranks and micro-batches, because they sum in another order"

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node=N scripts/replay_step.py <experiment_dir>/runs/<k>/artifacts/bad_step_<iteration>
 
-A run writes such a folder when it drops an update: see docs/runs.md. The replay loads the newest checkpoint before the
-step, or starts from the initial weights, trains up to the step as the run did, and writes the tensors of the step to
-FOLDER/replay, for scripts/compare_tensor_logs.py. Nothing else is written. N must be the run's number of ranks; without
-torchrun it is 1. Exit codes: 0 the step has the same loss and gradient norm, 1 it does not; others as in training.
+A run writes such a folder when it drops an update: see docs/runs.md. The replay loads the newest
+checkpoint before the step, or starts from the initial weights, trains up to the step as the run
+did, and writes the tensors of the step to FOLDER/replay, for scripts/compare_tensor_logs.py.
+Nothing else is written. N must be the run's number of ranks; without torchrun it is 1. Exit codes:
+0 the step has the same loss and gradient norm, 1 it does not; others as in training.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="folder of a bad step")
     parser.add_argument(
-        "--checkpoint", help="checkpoint to start from; none: the initial weights (default: as recorded in the folder)"
+        "--checkpoint",
+        help="checkpoint to start from; none: the initial weights (default: as recorded in the folder)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="(default: that of the run)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="(default: that of the run)"
+    )
     return parser.parse_args(argv)
 
 
@@ -83,7 +87,9 @@ def read_folder(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def configuration(content: dict[str, Any], checkpoint: Path | None, device: str | None = None) -> Config:
+def configuration(
+    content: dict[str, Any], checkpoint: Path | None, device: str | None = None
+) -> Config:
     """Return the run's configuration with the checkpoint to load and without any output.
 
     Raises:
@@ -93,26 +99,43 @@ def configuration(content: dict[str, Any], checkpoint: Path | None, device: str 
     if earlier.get("load_pretrained_weights") is False:
         saved["load_parts"] = ["architecture"]
     elif earlier.get("load_pretrained_optimizer"):
-        saved["load_parts"] = ["model", "optimizer", *["step"] * ("step" in saved.get("load_parts", []))]
+        saved["load_parts"] = [
+            "model",
+            "optimizer",
+            *["step"] * ("step" in saved.get("load_parts", [])),
+        ]
     if unknown := [name for name in saved if name not in FLAGS]:
-        raise UsageError(f"{FILE_NAME} has options that this version does not know: {', '.join(unknown[:5])}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+        raise UsageError(
+            f"{FILE_NAME} has options that this version does not know: {', '.join(unknown[:5])}"
+        )
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
     config = unflatten(values)
     levels: dict[str, Any] = dict.fromkeys(LEVELS, LEVEL)
     quiet = RunConfig(log_interval=1, show_tensor_logs=False, save_tensor_logs=True, **levels)
     training = dataclasses.replace(
-        config.training, sample_interval=None, export_interval=None, export_callback_script="", export_callback_env=""
+        config.training,
+        sample_interval=None,
+        export_interval=None,
+        export_callback_script="",
+        export_callback_env="",
     )
-    distributed = dataclasses.replace(config.distributed, device=device or config.distributed.device)
+    distributed = dataclasses.replace(
+        config.distributed, device=device or config.distributed.device
+    )
     loading = CheckpointConfig(
         load_checkpoint_path=None if checkpoint is None else str(checkpoint),
         allow_data_change=config.checkpoint.allow_data_change,
     )
-    return dataclasses.replace(config, run=quiet, training=training, distributed=distributed, checkpoint=loading)
+    return dataclasses.replace(
+        config, run=quiet, training=training, distributed=distributed, checkpoint=loading
+    )
 
 
 def replay(run: Run, content: dict[str, Any], folder: Path) -> tuple[int, str]:
-    """Train up to the bad step and repeat it; return the exit code and a description of the result."""
+    """Train up to the bad step and repeat it; return the exit code and a description of the
+    result."""
     bad = content["iteration"]
     for iteration in range(run.iteration + 1, bad + 1):
         last = iteration == bad
@@ -156,14 +179,17 @@ def main(argv: Sequence[str] | None = None, launcher: LauncherWatch | None = Non
         run.debugger = None  # until the last step
         for stage in run.model.stages:
             stage.observer = None
-        run.logger.info("replaying iteration %d from iteration %d", content["iteration"], run.iteration)
+        run.logger.info(
+            "replaying iteration %d from iteration %d", content["iteration"], run.iteration
+        )
         code, message = replay(run, content, args.folder / "replay")
         close(run, 0, message)
     return code
 
 
 def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
-    """Return the checkpoint to start from: the wanted one, the recorded one, or the newest before the bad step.
+    """Return the checkpoint to start from: the wanted one, the recorded one, or the newest before
+    the bad step.
 
     None: the initial weights.
 
@@ -173,12 +199,18 @@ def checkpoint_of(content: dict[str, Any], wanted: str | None) -> Path | None:
     if wanted is not None and wanted != "none":
         path = Path(wanted).expanduser().absolute()
         if not path.name.isdecimal() or int(path.name) >= content["iteration"]:
-            raise UsageError(f"--checkpoint={wanted}: give a folder checkpoints/<iteration> from before the bad step")
+            raise UsageError(
+                f"--checkpoint={wanted}: give a folder checkpoints/<iteration> from before the bad step"
+            )
         return path
     named = content["checkpoint"]
     if named is None or wanted is not None:
         return None
-    found = Path(named) if is_folder(Path(named)) else newest_before(Path(named).parent, content["iteration"])
+    found = (
+        Path(named)
+        if is_folder(Path(named))
+        else newest_before(Path(named).parent, content["iteration"])
+    )
     if found is None:
         raise UsageError(
             f"{named} is gone and there is no older checkpoint; write --checkpoint=<folder>, or --checkpoint=none to "

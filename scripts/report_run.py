@@ -1,6 +1,8 @@
-"""Write one HTML page about one or several runs: curves, samples, times, checkpoints, configuration.
+"""Write one HTML page about one or several runs: curves, samples, times, checkpoints,
+configuration.
 
-This is the command `megatron_lite report_run` without installation: python scripts/report_run.py --help
+This is the command `megatron_lite report_run` without installation: python scripts/report_run.py
+--help
 """
 
 import sys

@@ -1,8 +1,9 @@
 """The smoke test behind smoke_test.sh: train, kill, resume, export, reload; prints one JSON line.
 
-The test compares two runs of the same command. The first is never interrupted; the second is killed with SIGKILL after
-its second checkpoint and restarted. Losses and exported weights must be bit-identical, the loss must fall, and the
-export must load and predict text. Progress goes to standard error.
+The test compares two runs of the same command. The first is never interrupted; the second is killed
+with SIGKILL after its second checkpoint and restarted. Losses and exported weights must be
+bit-identical, the loss must fall, and the export must load and predict text. Progress goes to
+standard error.
 """
 
 import argparse
@@ -63,7 +64,9 @@ def note(text: str) -> None:
 class Smoke:
     """One smoke test in a temporary folder; `report` becomes the JSON line."""
 
-    def __init__(self, folder: Path, size: Size, installed: bool, device: str, flags: list[str]) -> None:
+    def __init__(
+        self, folder: Path, size: Size, installed: bool, device: str, flags: list[str]
+    ) -> None:
         self.folder = folder
         self.size = size
         self.installed = installed
@@ -74,20 +77,33 @@ class Smoke:
         self.report: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Choose the device and the number of ranks; build a small corpus from the standard library's sources."""
+        """Choose the device and the number of ranks; build a small corpus from the standard
+        library's sources."""
         import torch
 
         cuda = torch.cuda.is_available() and self.device != "cpu"
-        self.expect(cuda or self.device != "cuda", f"--device=cuda, but torch {torch.__version__} finds no CUDA device")
+        self.expect(
+            cuda or self.device != "cuda",
+            f"--device=cuda, but torch {torch.__version__} finds no CUDA device",
+        )
         self.world_size = 1 if cuda else 2
         self.flags = [*(["--training_dtype=bf16"] if cuda else ["--zero_stage=3"]), *self.flags]
         self.report.update(
-            device=torch.cuda.get_device_name() if cuda else "cpu", torch=torch.__version__, world_size=self.world_size
+            device=torch.cuda.get_device_name() if cuda else "cpu",
+            torch=torch.__version__,
+            world_size=self.world_size,
         )
         corpus = self.folder / "corpus.jsonl"
         prefix = self.folder / "corpus"
         self.call(ROOT / "scripts" / "build_corpus.py", "--output", corpus, "--max_bytes", "1e6")
-        self.call(self.program("scripts/prepare_data.py"), corpus, "--output_prefix", prefix, "--tokenizer", "byte")
+        self.call(
+            self.program("scripts/prepare_data.py"),
+            corpus,
+            "--output_prefix",
+            prefix,
+            "--tokenizer",
+            "byte",
+        )
 
     def program(self, path: str) -> Path:
         """Return a program of the checkout, or the command that pip installed for it."""
@@ -109,22 +125,51 @@ class Smoke:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         iterations, interval, warmup = self.size
-        command = [sys.executable, str(self.program("pretrain_gpt.py")), *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
-        command += [f"--train_iters={iterations}", f"--lr_warmup_iters={warmup}", f"--checkpoint_interval={interval}"]
+        command = [
+            sys.executable,
+            str(self.program("pretrain_gpt.py")),
+            *MODEL_FLAGS.split(),
+            *TRAINING_FLAGS.split(),
+        ]
+        command += [
+            f"--train_iters={iterations}",
+            f"--lr_warmup_iters={warmup}",
+            f"--checkpoint_interval={interval}",
+        ]
         command += [f"--validation_interval={iterations // 2}", f"--export_interval={iterations}"]
-        command += [f"--vocab_size={VOCAB_SIZE}", f"--data_path={self.folder / 'corpus'}", "--split=90,10,0"]
+        command += [
+            f"--vocab_size={VOCAB_SIZE}",
+            f"--data_path={self.folder / 'corpus'}",
+            "--split=90,10,0",
+        ]
         command += [f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}"]
         command += [f"--experiment_dir={self.folder / experiment}", *self.flags]
         size = str(self.world_size)
-        job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        places = [os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world_size)]
+        job = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        places = [
+            os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            for rank in range(self.world_size)
+        ]
         with self.log.open("ab") as log:
-            ranks = [subprocess.Popen(command, env=place, cwd=self.folder, stdout=log, stderr=log) for place in places]
+            ranks = [
+                subprocess.Popen(command, env=place, cwd=self.folder, stdout=log, stderr=log)
+                for place in places
+            ]
         try:
             while max(self.losses(experiment), default=0) < kill_after:
                 codes = [rank.poll() for rank in ranks]
-                self.expect(codes == [None] * len(ranks), f"{what} ended before it was killed, exit codes {codes}")
-                self.expect(self.seconds_left() > 1, f"iteration {kill_after} was not reached in time")
+                self.expect(
+                    codes == [None] * len(ranks),
+                    f"{what} ended before it was killed, exit codes {codes}",
+                )
+                self.expect(
+                    self.seconds_left() > 1, f"iteration {kill_after} was not reached in time"
+                )
                 time.sleep(0.002)
             for rank in () if kill_after else ranks:
                 rank.wait(self.seconds_left())
@@ -133,11 +178,17 @@ class Smoke:
                 rank.kill()
             codes = [rank.wait() for rank in ranks]
         expected = -signal.SIGKILL if kill_after else 0
-        self.expect(set(codes) == {expected}, f"{what} ended with exit codes {codes}, expected {expected}")
+        self.expect(
+            set(codes) == {expected}, f"{what} ended with exit codes {codes}, expected {expected}"
+        )
 
     def losses(self, experiment: str, phase: str = "training") -> dict[int, float]:
         """Return the losses of a run by iteration."""
-        return {record["iteration"]: record["loss"] for record in self.metrics(experiment) if record["phase"] == phase}
+        return {
+            record["iteration"]: record["loss"]
+            for record in self.metrics(experiment)
+            if record["phase"] == phase
+        }
 
     def metrics(self, experiment: str) -> list[dict[str, Any]]:
         """Return the records of a run, the last one of each iteration and phase."""
@@ -158,11 +209,15 @@ class Smoke:
         resumed = [record["iteration"] for record in training if record["run"] not in before]
         self.expect(bool(resumed), "the resumed run wrote no metrics")
         self.report["resumed_after_iteration"] = min(resumed) - 1
-        self.expect(first < min(resumed), f"the resumed run started over, at iteration {min(resumed)}")
+        self.expect(
+            first < min(resumed), f"the resumed run started over, at iteration {min(resumed)}"
+        )
         whole, killed = self.losses("whole"), self.losses("killed")
         self.expect(len(whole) == last, f"{len(whole)} losses logged, expected {last}")
         different = [iteration for iteration in whole if whole[iteration] != killed.get(iteration)]
-        self.expect(not different, f"the losses of the resumed run differ from iteration {different[:1]} on")
+        self.expect(
+            not different, f"the losses of the resumed run differ from iteration {different[:1]} on"
+        )
         self.expect(
             weights_hash(self.export("whole")) == weights_hash(self.export("killed")),
             "the exported weights of the resumed run differ from those of the uninterrupted run",
@@ -173,7 +228,9 @@ class Smoke:
             last_loss=whole[last],
             validation_loss=self.losses("whole", "validation")[last],
         )
-        self.expect(whole[last] < whole[1] - 1, f"the loss only fell from {whole[1]} to {whole[last]}")
+        self.expect(
+            whole[last] < whole[1] - 1, f"the loss only fell from {whole[1]} to {whole[last]}"
+        )
 
     def export(self, experiment: str) -> Path:
         """Return the folder of a run's last export."""
@@ -182,14 +239,18 @@ class Smoke:
         return folder
 
     def reload(self) -> None:
-        """Load the export with transformers and check its loss; without transformers, check its weights."""
+        """Load the export with transformers and check its loss; without transformers, check its
+        weights."""
         export = self.export("killed")
         if importlib.util.find_spec("transformers") is None:
             self.report.update(reloaded_by="safetensors", parameters=finite_parameters(export))
             return
         loss, parameters = transformers_loss(export, self.folder / "corpus.jsonl")
         self.report.update(reloaded_by="transformers", parameters=parameters, reloaded_loss=loss)
-        self.expect(loss < math.log(VOCAB_SIZE) - 1, f"the reloaded model has loss {loss}, no better than guessing")
+        self.expect(
+            loss < math.log(VOCAB_SIZE) - 1,
+            f"the reloaded model has loss {loss}, no better than guessing",
+        )
 
     def expect(self, fact: bool, otherwise: str) -> None:
         """Stop with `otherwise` unless `fact` holds."""
@@ -197,7 +258,8 @@ class Smoke:
             raise SmokeError(otherwise)
 
     def seconds_left(self) -> float:
-        """Return the seconds until the time limit, at least 0.1, so that a wait ends by its own timeout."""
+        """Return the seconds until the time limit, at least 0.1, so that a wait ends by its own
+        timeout."""
         return max(self.deadline - time.monotonic(), 0.1)
 
 
@@ -213,14 +275,17 @@ def finite_parameters(export: Path) -> int:
     """Return the number of exported parameters; all must be finite."""
     from safetensors.torch import load_file
 
-    tensors = [tensor for path in export.glob("*.safetensors") for tensor in load_file(path).values()]
+    tensors = [
+        tensor for path in export.glob("*.safetensors") for tensor in load_file(path).values()
+    ]
     if not tensors or not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise SmokeError(f"the weights in {export} are missing or not finite")
     return sum(tensor.numel() for tensor in tensors)
 
 
 def transformers_loss(export: Path, corpus: Path) -> tuple[float, int]:
-    """Return the exported model's loss on the first document, in nats per token, and its number of parameters."""
+    """Return the exported model's loss on the first document, in nats per token, and its number of
+    parameters."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -248,13 +313,17 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     parser.add_argument("--installed", action="store_true", help="run the installed commands")
-    parser.add_argument("--device", default="auto", help="as in pretrain_gpt.py, which also gets all other flags")
+    parser.add_argument(
+        "--device", default="auto", help="as in pretrain_gpt.py, which also gets all other flags"
+    )
     options, flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_smoke_"))
     pythonpath = "" if options.installed else str(ROOT)
     environment = private_environment(folder, pythonpath, OMP_NUM_THREADS="1", HOME=str(folder))
     os.environ.update(environment)  # before this process imports torch
-    smoke = Smoke(folder, QUICK if options.quick else FULL, options.installed, options.device, flags)
+    smoke = Smoke(
+        folder, QUICK if options.quick else FULL, options.installed, options.device, flags
+    )
     steps: dict[str, Callable[[], None]] = {
         "prepare": smoke.prepare,
         "train, kill, resume, export": smoke.train_and_resume,
@@ -269,7 +338,11 @@ def main() -> int:
         del result["failed"]
     except Exception as error:
         expected = isinstance(error, SmokeError)
-        reason = str(error) if expected else str(missing_package(error) or f"{type(error).__name__}: {error}")
+        reason = (
+            str(error)
+            if expected
+            else str(missing_package(error) or f"{type(error).__name__}: {error}")
+        )
         result.update(ok=False, reason=reason)
         if smoke.log.exists():
             tail = smoke.log.read_text("utf-8", errors="replace").splitlines()[-40:]

@@ -1,6 +1,7 @@
 """Verify checkpoints: every byte of every file, and every entry of the manifest.
 
-This is the command `megatron_lite verify_checkpoint` without installation: python scripts/verify_checkpoint.py --help
+This is the command `megatron_lite verify_checkpoint` without installation: python
+scripts/verify_checkpoint.py --help
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Follow a run on a page that updates itself, from any machine that sees the folder of the run.
 
-This is the command `megatron_lite watch_run` without installation: python scripts/watch_run.py --help
+This is the command `megatron_lite watch_run` without installation: python scripts/watch_run.py
+--help
 """
 
 import sys

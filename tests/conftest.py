@@ -1,8 +1,9 @@
-"""Shared by all tests: helpers in `support`, and the threads of a process (see `support/threads.py`).
+"""Shared by all tests: helpers in `support`, and the threads of a process (see
+`support/threads.py`).
 
-Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they are imported. Where
-there is one, some tests ask for deterministic algorithms; whether cuBLAS permits them torch finds out once, at the
-first product of the process.
+Where there is no GPU, Triton kernels run under Triton's interpreter, which has to be on before they
+are imported. Where there is one, some tests ask for deterministic algorithms; whether cuBLAS
+permits them torch finds out once, at the first product of the process.
 
 Tests that the catalogue of faults names get the marker `faults`.
 """
@@ -24,13 +25,16 @@ else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(THREADS)
 # However long a busy machine takes for an example or for drawing one, no test fails.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_of_templates() -> Iterator[None]:
-    """End the process that a program keeps for chat templates: later tests look for processes that are left."""
+    """End the process that a program keeps for chat templates: later tests look for processes that
+    are left."""
     yield
     confined = sys.modules.get("megatron_lite.corpus.confined")
     if confined is not None:

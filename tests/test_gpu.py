@@ -1,4 +1,5 @@
-"""Properties that need a CUDA device: run with `pytest -m gpu tests/test_gpu.py`; skipped without one."""
+"""Properties that need a CUDA device: run with `pytest -m gpu tests/test_gpu.py`; skipped without
+one."""
 
 import contextlib
 import json
@@ -29,15 +30,20 @@ from tests.support.harness import TINY, start_run
 from tests.support.launch import python_warnings
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 # Everything that a Llama has: each operation has a kernel of its own.
-LLAMA = dict(gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2) | dict(
-    add_linear_biases=False, tie_word_embeddings=False, num_layers=3
-)
+LLAMA = dict(
+    gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, head_groups=2
+) | dict(add_linear_biases=False, tie_word_embeddings=False, num_layers=3)
 NORMS = (
     LLAMA
-    | dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True, full_precision_residual=True)
+    | dict(
+        qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True, full_precision_residual=True
+    )
     | dict(zero_centered_normalization=True)
 )
 
@@ -63,15 +69,24 @@ def deterministic() -> Iterator[None]:
 
 
 def losses(distributed: Distributed, iterations: int = 20, **options: Any) -> list[float]:
-    """Return the first losses of the tiny model on the device of `distributed`, from the program's own step."""
+    """Return the first losses of the tiny model on the device of `distributed`, from the program's
+    own step."""
     from megatron_lite.schedules.batch_size import batch_schedule
     from megatron_lite.train import train_step
 
-    config = resolve(unflatten({**TINY, "device": distributed.device.type, "train_iters": iterations, **options}), 1)
+    config = resolve(
+        unflatten(
+            {**TINY, "device": distributed.device.type, "train_iters": iterations, **options}
+        ),
+        1,
+    )
     run = start_run(distributed, config)
     batches = enumerate(run.data.batches("training", 0, iterations), start=1)
     schedule, length = batch_schedule(run.config.batch), run.config.batch.sequence_length
-    return [float(train_step(run, batch, i).loss) / (schedule.batch_size(i) * length) for i, batch in batches]
+    return [
+        float(train_step(run, batch, i).loss) / (schedule.batch_size(i) * length)
+        for i, batch in batches
+    ]
 
 
 @pytest.mark.parametrize("model", [dict(num_layers=3), LLAMA, NORMS], ids=["gpt", "llama", "norms"])
@@ -96,7 +111,8 @@ def test_the_same_run_twice_is_the_same(one_gpu: Distributed, triton: bool) -> N
 @pytest.mark.parametrize("kind", [dict(), dict(windowed=True), dict(documents=True)], ids=str)
 @pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash4", "flash", "varlen"])
 def test_attention_passes_its_probe(backend: str, kind: dict[str, bool]) -> None:
-    """Every backend that this device and its libraries have no known obstacle for, in the shape of a Mistral-7B."""
+    """Every backend that this device and its libraries have no known obstacle for, in the shape of
+    a Mistral-7B."""
     device, work = torch.device("cuda", 0), Work(torch.bfloat16, 128, heads_per_group=4, **kind)
     if (reason := obstacle(backend, machine_of(device), work)) is not None:
         pytest.skip(reason)
@@ -112,12 +128,16 @@ def test_bf16_tracks_fp32(one_gpu: Distributed) -> None:
 def test_triton_changes_losses_by_rounding(
     one_gpu: Distributed, model: dict[str, Any], training_dtype: str, rtol: float
 ) -> None:
-    """All kernels against all references, whole steps with the optimizer; and they are not the same code.
+    """All kernels against all references, whole steps with the optimizer; and they are not the same
+    code.
 
-    The optimizer amplifies rounding errors: at ten times this learning rate they change losses in bf16 by 1.5 %.
+    The optimizer amplifies rounding errors: at ten times this learning rate they change losses in
+    bf16 by 1.5 %.
     """
     options = dict(training_dtype=training_dtype, lr_warmup=0, **model)
-    with_triton, without = (losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False))
+    with_triton, without = (
+        losses(one_gpu, enable_triton_kernels=on, **options) for on in (True, False)
+    )
     np.testing.assert_allclose(with_triton, without, rtol=rtol)
     assert with_triton != without, "the option changes nothing"
     untrained = losses(one_gpu, lr=1e-12, **options)  # on the same batches
@@ -127,18 +147,27 @@ def test_triton_changes_losses_by_rounding(
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [dict(mlp_recompute_level="activation"), dict(mlp_recompute_level="full"), dict(recompute_layers=2)],
+    [
+        dict(mlp_recompute_level="activation"),
+        dict(mlp_recompute_level="full"),
+        dict(recompute_layers=2),
+    ],
     ids=str,
 )
-def test_recomputation_changes_nothing(one_gpu: Distributed, triton: bool, options: dict[str, Any]) -> None:
+def test_recomputation_changes_nothing(
+    one_gpu: Distributed, triton: bool, options: dict[str, Any]
+) -> None:
     """The same kernels on the same values a second time: losses agree to the rounding of fp32."""
     common = dict(enable_triton_kernels=triton, deterministic=True, **LLAMA)
     with deterministic():
-        np.testing.assert_allclose(losses(one_gpu, **common, **options), losses(one_gpu, **common), rtol=1e-6)
+        np.testing.assert_allclose(
+            losses(one_gpu, **common, **options), losses(one_gpu, **common), rtol=1e-6
+        )
 
 
 def test_a_late_step_is_noticed_while_the_device_works() -> None:
-    """With real events: our message comes while the device is busy, and nothing is late once it is done."""
+    """With real events: our message comes while the device is busy, and nothing is late once it is
+    done."""
     watch = StepWatch(0.2)
     watch.end_step()
     torch.cuda._sleep(2_000_000_000)  # about a second
@@ -168,30 +197,44 @@ def test_histograms_are_those_of_a_cpu_without_a_wait() -> None:
     assert torch.equal(found[3:].cpu(), expected[3:])
 
 
-# -- the program -----------------------------------------------------------------------------------------------------
+# -- the program
+# -----------------------------------------------------------------------------------------------------
 
 
 def pretrain(experiment: Path, *more: str) -> str:
-    """Run pretrain_gpt.py on the GPU as a user does, with defaults wherever possible; its output."""
+    """Run pretrain_gpt.py on the GPU as a user does, with defaults wherever possible; its
+    output."""
     flags = {**TINY, "train_iters": 12, "checkpoint_interval": 4, "experiment_dir": experiment}
     del flags["device"]
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *(f"--{name}={value}" for name, value in flags.items())]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUBLAS", "PYTEST"))}
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CUBLAS", "PYTEST"))
+    }
     environment |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, *more], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
 def curve(experiment: Path) -> list[float]:
     records = map(json.loads, (experiment / "metrics.jsonl").read_text("utf-8").splitlines())
-    last = {record["iteration"]: record["loss"] for record in records if record["phase"] == "training"}
+    last = {
+        record["iteration"]: record["loss"] for record in records if record["phase"] == "training"
+    }
     return [last[iteration] for iteration in sorted(last)]
 
 
 def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    """Without a flag about kernels they are Triton's, as the log says; a run that was stopped goes on as if it had not
-    been, with --deterministic=1; and no library warns."""
+    """Without a flag about kernels they are Triton's, as the log says; a run that was stopped goes
+    on as if it had not been, with --deterministic=1; and no library warns."""
     flags = ("--training_dtype=bf16", "--deterministic=1")
     output = pretrain(tmp_path / "whole", *flags)
     assert "kernels: Triton" in output
@@ -199,15 +242,21 @@ def test_the_program_chooses_triton_and_resumes_to_the_bit(tmp_path: Path) -> No
     pretrain(tmp_path / "stopped", *flags, "--stop_interval=6")
     assert len(curve(tmp_path / "stopped")) == 6
     pretrain(tmp_path / "stopped", *flags)
-    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole") and len(curve(tmp_path / "whole")) == 12
+    assert (
+        curve(tmp_path / "stopped") == curve(tmp_path / "whole")
+        and len(curve(tmp_path / "whole")) == 12
+    )
 
 
 def test_the_program_runs_without_triton(tmp_path: Path) -> None:
     """The references, as the log says."""
-    assert "kernels: torch" in pretrain(tmp_path, "--training_dtype=bf16", "--enable_triton_kernels=0")
+    assert "kernels: torch" in pretrain(
+        tmp_path, "--training_dtype=bf16", "--enable_triton_kernels=0"
+    )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -222,8 +271,9 @@ def at_most_bytes(limit: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("block_size", [None, 32064])
 def test_the_loss_keeps_no_logits(block_size: int | None) -> None:
-    """Llama-3's head: 8192 x 128,256 logits take 2.1 GB in bf16 and 4.2 GB in fp32; a quarter of the tokens at a time,
-    in blocks of a quarter of the vocabulary besides, take a fraction of the former."""
+    """Llama-3's head: 8192 x 128,256 logits take 2.1 GB in bf16 and 4.2 GB in fp32; a quarter of
+    the tokens at a time, in blocks of a quarter of the vocabulary besides, take a fraction of the
+    former."""
     from megatron_lite.kernels.cross_entropy import linear_cross_entropy
     from megatron_lite.parameter import Parameter
 
@@ -238,9 +288,11 @@ def test_the_loss_keeps_no_logits(block_size: int | None) -> None:
         loss.backward()
 
 
-# -- two simulated ranks on one GPU; tests/zero/test_slow_collectives.py runs the same code on CPU -------------------
+# -- two simulated ranks on one GPU; tests/zero/test_slow_collectives.py runs the same code on CPU
+# -------------------
 
-# Of nothing, on the stream of the collectives: about 5 ms, far more than a stage of the tiny model takes.
+# Of nothing, on the stream of the collectives: about 5 ms, far more than a stage of the tiny model
+# takes.
 DELAY_CYCLES = 10_000_000
 
 
@@ -258,7 +310,8 @@ def simulated(options: dict[str, Any], delay_cycles: int) -> Any:
 
 
 def test_slow_collectives_change_no_bit_on_a_stream() -> None:
-    """Every collective on a stream of its own, late behind the computation: the numbers are the same."""
+    """Every collective on a stream of its own, late behind the computation: the numbers are the
+    same."""
     for options in gpu_layouts():
         assert simulated(options, DELAY_CYCLES) == simulated(options, 0), options
 
@@ -267,7 +320,8 @@ def test_slow_collectives_change_no_bit_on_a_stream() -> None:
 def test_a_missing_wait_is_noticed_on_a_stream(site: str) -> None:
     """The test above can fail: without any one of the waits the numbers are others.
 
-    The host takes some 5 ms from the last reduction to the optimizer, so collectives are later here.
+    The host takes some 5 ms from the last reduction to the optimizer, so collectives are later
+    here.
     """
     options = next(options for options in gpu_layouts() if options.get("zero_stage") == 3)
     right = simulated(options, 0)
@@ -289,13 +343,18 @@ def simulated_tensor_parallel(options: dict[str, Any], delay_cycles: int) -> Any
     from tests.support.engine_runs import Engine, simulated_tensor_ranks
 
     with deterministic():
-        return Engine(simulated_tensor_ranks("cuda", delay_cycles), options).run(2, evaluate_every=2)
+        return Engine(simulated_tensor_ranks("cuda", delay_cycles), options).run(
+            2, evaluate_every=2
+        )
 
 
 def test_slow_collectives_of_hidden_states_change_no_bit_on_a_stream() -> None:
-    """What arrives on another stream, late, is not read before: `wait` lets the stream of the layers wait."""
+    """What arrives on another stream, late, is not read before: `wait` lets the stream of the
+    layers wait."""
     for options in tensor_layouts():
-        assert simulated_tensor_parallel(options, DELAY_CYCLES) == simulated_tensor_parallel(options, 0), options
+        assert simulated_tensor_parallel(options, DELAY_CYCLES) == simulated_tensor_parallel(
+            options, 0
+        ), options
 
 
 def test_a_missing_wait_for_hidden_states_is_noticed_on_a_stream() -> None:

@@ -1,4 +1,5 @@
-"""The rules of the house, read from the source: which way imports go, what is never used, what every module has."""
+"""The rules of the house, read from the source: which way imports go, what is never used, what
+every module has."""
 
 import ast
 import functools
@@ -15,17 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_lite"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
-# Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A feature that needs more
-# raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 303_200
+# Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
+# feature that needs more raises a limit, and its commit says why.
+MAXIMUM_PACKAGE_TOKENS = 304_400
 MAXIMUM_FILE_TOKENS = 3_500  # of the package
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
 MAXIMUM_STEP_FILES = 34
-MAXIMUM_STEP_TOKENS = 41_700
+MAXIMUM_STEP_TOKENS = 41_800
 
-# The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module imports
-# its own room and those on lower floors.
+# The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module
+# imports its own room and those on lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("commands", "pretrain"),
     ("setup_run", "train"),
@@ -42,8 +43,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# What a room must not import although it lies below: `zero` knows modules and parameters, not the model (same floor).
-NEVER: tuple[tuple[str, str], ...] = (("monitor", "optimizer"), ("data", "zero"), ("cli", "model"), ("cli", "kernels"))
+# What a room must not import although it lies below: `zero` knows modules and parameters, not the
+# model (same floor).
+NEVER: tuple[tuple[str, str], ...] = (
+    ("monitor", "optimizer"),
+    ("data", "zero"),
+    ("cli", "model"),
+    ("cli", "kernels"),
+)
 
 # What the training loop does without, the rooms that only use it.
 TOOLS = ("cli", "commands", "corpus", "generation", "planner", "reports", "setup_run")
@@ -58,8 +65,18 @@ READS_ENVIRONMENT = {
     "monitor/trackers/wandb_tracker.py",
 }
 
-FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-# Functions that load or send pickles, or run text as code or in a shell, by the end of their dotted name.
+FORBIDDEN_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+}
+# Functions that load or send pickles, or run text as code or in a shell, by the end of their dotted
+# name.
 FORBIDDEN_CALLS = {
     ("eval",): "runs text as code",
     ("exec",): "runs text as code",
@@ -100,7 +117,8 @@ def room_of(path: Path) -> str:
 
 
 def imported_modules(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
-    """Dotted names of all imports of a file or a part of it, inside functions too, relative ones resolved."""
+    """Dotted names of all imports of a file or a part of it, inside functions too, relative ones
+    resolved."""
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(tree or parse(path)):
         if isinstance(node, ast.Import):
@@ -112,7 +130,8 @@ def imported_modules(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
 
 
 def dotted_name(node: ast.expr) -> tuple[str, ...]:
-    """("torch", "load") for the expression torch.load; the parts before a call or index are left out."""
+    """("torch", "load") for the expression torch.load; the parts before a call or index are left
+    out."""
     if isinstance(node, ast.Attribute):
         return (*dotted_name(node.value), node.attr)
     return (node.id,) if isinstance(node, ast.Name) else ("?",)
@@ -141,9 +160,17 @@ def test_imports_go_one_way() -> None:
         room = room_of(module)
         if room in ("__init__", "__main__"):
             continue
-        assert room in FLOOR_OF, f"{room} is new: give it a floor in FLOORS and in the drawing of CONTRIBUTING.md"
-        parts = [name.split(".") for name in imported_modules(module) if name.split(".")[0] == "megatron_lite"]
-        imported = {part[1] for part in parts if len(part) > 1 and part[1] != "__version__"} - {room}
+        assert room in FLOOR_OF, (
+            f"{room} is new: give it a floor in FLOORS and in the drawing of CONTRIBUTING.md"
+        )
+        parts = [
+            name.split(".")
+            for name in imported_modules(module)
+            if name.split(".")[0] == "megatron_lite"
+        ]
+        imported = {part[1] for part in parts if len(part) > 1 and part[1] != "__version__"} - {
+            room
+        }
         up = {other for other in imported if FLOOR_OF[other] <= FLOOR_OF[room]}
         problems += [f"{identify(module)} imports {sorted(up)}, not below {room}"] if up else []
         never = {other for other in imported if (room, other) in NEVER}
@@ -172,19 +199,26 @@ def test_the_training_loop_needs_no_tools() -> None:
 
 
 def test_no_circles() -> None:
-    """Peel off modules whose imports are all peeled; what remains imports itself. Imports for types count."""
+    """Peel off modules whose imports are all peeled; what remains imports itself. Imports for types
+    count."""
     names = {
-        module: ".".join(module.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for module in MODULES
+        module: ".".join(module.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for module in MODULES
     }
     modules = set(names.values())
     rest = {
-        names[module]: {name if name in modules else name.rpartition(".")[0] for name in imported_modules(module)}
+        names[module]: {
+            name if name in modules else name.rpartition(".")[0]
+            for name in imported_modules(module)
+        }
         - {names[module]}
         for module in MODULES
     }
     while peeled := {name for name, imports in rest.items() if not imports & rest.keys()}:
         rest = {name: imports for name, imports in rest.items() if name not in peeled}
-    assert not rest, "\n".join(f"{name} imports {sorted(imports & rest.keys())}" for name, imports in rest.items())
+    assert not rest, "\n".join(
+        f"{name} imports {sorted(imports & rest.keys())}" for name, imports in rest.items()
+    )
 
 
 def test_the_drawing_in_contributing_is_the_rule() -> None:
@@ -210,33 +244,51 @@ def test_every_room_says_what_is_in_it() -> None:
 def test_few_modules_lie_flat() -> None:
     """A new module belongs into a room."""
     flat = {path.stem for path in PACKAGE.glob("*.py")}
-    assert flat == {"__init__", "__main__", "pretrain", "train", "setup_run", "parameter", "tiles", "errors", "seeds"}
+    assert flat == {
+        "__init__",
+        "__main__",
+        "pretrain",
+        "train",
+        "setup_run",
+        "parameter",
+        "tiles",
+        "errors",
+        "seeds",
+    }
 
 
 def test_docstrings_begin_with_the_thing_or_a_verb() -> None:
-    """No docstring begins with a relative clause or a fragment ("What is due ...", "Of the blocks, ...")."""
+    """No docstring begins with a relative clause or a fragment ("What is due ...", "Of the blocks,
+    ...")."""
     problems = []
     for source in SOURCES:
         for node in ast.walk(parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 first = (ast.get_docstring(node) or "").partition(" ")[0]
                 if first in ("What", "Who", "Of", "Those", "Whose", "Whom"):
-                    problems.append(f"{identify(source)}:{getattr(node, 'lineno', 1)} begins with {first!r}")
+                    problems.append(
+                        f"{identify(source)}:{getattr(node, 'lineno', 1)} begins with {first!r}"
+                    )
     assert not problems
 
 
 def test_formatting_has_no_exceptions() -> None:
     """`ruff format` has the last word, everywhere."""
-    assert not [identify(source) for source in SOURCES if "fmt: " + "skip" in source.read_text("utf-8")]
+    assert not [
+        identify(source) for source in SOURCES if "fmt: " + "skip" in source.read_text("utf-8")
+    ]
 
 
 def test_command_line_needs_no_torch() -> None:
-    """Options, arguments and their validation work without importing torch, so that --help answers at once."""
+    """Options, arguments and their validation work without importing torch, so that --help answers
+    at once."""
     code = (
         "import sys, megatron_lite.config, megatron_lite.cli.parse, megatron_lite.validation;"
         "print([name for name in ('torch', 'numpy', 'transformers', 'wandb') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -263,19 +315,22 @@ def dangers(source: Path) -> Iterator[str]:
 
 
 def test_environment_is_read_in_few_places() -> None:
-    """Environment variables are read where the design says, so that a run is described by its command line."""
+    """Environment variables are read where the design says, so that a run is described by its
+    command line."""
     readers = [
         f"{identify(module)}:{node.lineno} reads or writes the environment"
         for module in MODULES
         if module.relative_to(PACKAGE).as_posix() not in READS_ENVIRONMENT
         for node in ast.walk(parse(module))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "environb", "putenv")
     ]
     assert not readers
 
 
 def test_no_mutable_globals() -> None:
-    """State is passed, not shared: no `global`, and names that hold lists, dicts or sets are constants."""
+    """State is passed, not shared: no `global`, and names that hold lists, dicts or sets are
+    constants."""
     problems = []
     for source in SOURCES:
         tree = parse(source)
@@ -283,11 +338,15 @@ def test_no_mutable_globals() -> None:
         problems += [f"{identify(source)}:{node.lineno}: `global` is used" for node in nodes]
         for node in tree.body:
             value = getattr(node, "value", None)
-            if isinstance(value, ast.List | ast.Dict | ast.Set) and isinstance(node, ast.Assign | ast.AnnAssign):
+            if isinstance(value, ast.List | ast.Dict | ast.Set) and isinstance(
+                node, ast.Assign | ast.AnnAssign
+            ):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
                 if names != [name for name in names if name.isupper() or name == "__all__"]:
-                    problems.append(f"{identify(source)}:{node.lineno}: {names} can be changed by anyone")
+                    problems.append(
+                        f"{identify(source)}:{node.lineno}: {names} can be changed by anyone"
+                    )
     assert not problems
 
 
@@ -306,7 +365,9 @@ def test_modules_are_short_and_explained() -> None:
 
 def test_the_package_does_not_grow() -> None:
     """Whoever adds a feature raises the limit by what the feature is worth."""
-    assert sum(code_tokens(module.read_text("utf-8")) for module in MODULES) <= MAXIMUM_PACKAGE_TOKENS
+    assert (
+        sum(code_tokens(module.read_text("utf-8")) for module in MODULES) <= MAXIMUM_PACKAGE_TOKENS
+    )
 
 
 def test_a_line_binds_few_names() -> None:
@@ -314,21 +375,29 @@ def test_a_line_binds_few_names() -> None:
     problems = []
     for source in SOURCES:
         for node in ast.walk(parse(source)):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, ast.Tuple):
+            if (
+                isinstance(node, ast.Assign)
+                and len(node.targets) == 1
+                and isinstance(node.value, ast.Tuple)
+            ):
                 targets = getattr(node.targets[0], "elts", [])
-                if len(targets) > 2 and all(isinstance(part, ast.Name | ast.Attribute) for part in targets):
+                if len(targets) > 2 and all(
+                    isinstance(part, ast.Name | ast.Attribute) for part in targets
+                ):
                     problems.append(f"{identify(source)}:{node.lineno} binds {len(targets)} names")
     assert not problems
 
 
 def test_a_training_step_passes_few_files() -> None:
-    """A reader who follows a plain step from the data to the update opens few files; `step_files` lists them."""
+    """A reader who follows a plain step from the data to the update opens few files; `step_files`
+    lists them."""
     files = step_files()
     assert len(files) <= MAXIMUM_STEP_FILES and sum(files.values()) <= MAXIMUM_STEP_TOKENS, files
 
 
 def test_public_functions_are_typed_and_explained() -> None:
-    """Public functions carry types on every argument and result, and a docstring unless they are very short."""
+    """Public functions carry types on every argument and result, and a docstring unless they are
+    very short."""
     problems = []
     for source in SOURCES:
         for name, function in public_functions(parse(source)):
@@ -341,8 +410,18 @@ def test_public_functions_are_typed_and_explained() -> None:
 def lacking(function: Function) -> Iterator[str]:
     """What a public function lacks."""
     arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    untyped = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    untyped = [
+        a.arg
+        for a in every
+        if a is not None and a.annotation is None and a.arg not in ("self", "cls")
+    ]
     if untyped:
         yield f"has no types for {untyped}"
     if function.returns is None:
@@ -354,5 +433,7 @@ def lacking(function: Function) -> Iterator[str]:
 
 def test_every_folder_is_a_package() -> None:
     """Every folder with modules has an __init__.py, or an installation would leave it out."""
-    missing = {identify(path.parent) for path in MODULES if not (path.parent / "__init__.py").is_file()}
+    missing = {
+        identify(path.parent) for path in MODULES if not (path.parent / "__init__.py").is_file()
+    }
     assert not missing

@@ -1,4 +1,5 @@
-"""Tiles of parameters against plain lists of indices: what each rank holds, in each shard, and what two tiles share."""
+"""Tiles of parameters against plain lists of indices: what each rank holds, in each shard, and what
+two tiles share."""
 
 import dataclasses
 import itertools
@@ -71,25 +72,37 @@ def test_parts_make_up_the_whole(ranks: int) -> None:
 
 def indices(tile: Tile) -> list[int]:
     """Return the elements of a tile, one by one."""
-    return [tile.first + row * tile.pitch + place for row in range(tile.rows) for place in range(tile.width)]
+    return [
+        tile.first + row * tile.pitch + place
+        for row in range(tile.rows)
+        for place in range(tile.width)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_tiles_of_a_shard(ranks: int) -> None:
-    """Each shard holds the elements that it should where it should; the holders are the ranks that have the same."""
+    """Each shard holds the elements that it should where it should; the holders are the ranks that
+    have the same."""
     for spec in random_specs(ranks, 20 + ranks, 40):
-        parts = [spec.on(rank).local(torch.arange(spec.numel).view(spec.shape)).flatten() for rank in range(ranks)]
+        parts = [
+            spec.on(rank).local(torch.arange(spec.numel).view(spec.shape)).flatten()
+            for rank in range(ranks)
+        ]
         owners = [set(part.tolist()) for part in parts]
         layout = lay_out([spec], 3)
         for numel in {1, 3, 64, layout.shard_numel}:
-            layout = dataclasses.replace(layout, world_size=-(-spec.padded_numel // numel), shard_numel=numel)
+            layout = dataclasses.replace(
+                layout, world_size=-(-spec.padded_numel // numel), shard_numel=numel
+            )
             for rank, shard in itertools.product(range(ranks), range(layout.world_size)):
                 wanted = parts[rank][shard * numel : (shard + 1) * numel].tolist()
                 place, count = 0, 0
                 for of_rank, tile in layout.tiles(shard, rank):
                     assert of_rank == spec.on(rank) and tile.offset == place
                     assert wanted[place : tile.end] == indices(tile)
-                    assert tile.holders == tuple(r for r, elements in enumerate(owners) if {*indices(tile)} <= elements)
+                    assert tile.holders == tuple(
+                        r for r, elements in enumerate(owners) if {*indices(tile)} <= elements
+                    )
                     place, count = tile.end, count + 1
                 assert place == len(wanted)
                 most = 1 if ranks == 1 else 3 if spec.split.dim else max(1, len(spec.split.blocks))
@@ -101,11 +114,14 @@ def random_tile(chance: random.Random, rows: int, pitch: int) -> Tile:
         first = chance.randrange(rows * pitch)
         return Tile.run(first, chance.randint(1, rows * pitch - first))
     width, top = chance.randint(1, pitch), chance.randrange(rows)
-    return Tile(top * pitch + chance.randint(0, pitch - width), chance.randint(1, rows - top), width, pitch)
+    return Tile(
+        top * pitch + chance.randint(0, pitch - width), chance.randint(1, rows - top), width, pitch
+    )
 
 
 def test_the_elements_that_two_tiles_share() -> None:
-    """Their positions in both memories are those of equal elements, each once; columns never leave the saved rows."""
+    """Their positions in both memories are those of equal elements, each once; columns never leave
+    the saved rows."""
     chance = random.Random(1)
     for _ in range(2000):
         rows, pitch = chance.randint(1, 6), chance.randint(1, 7)
@@ -118,7 +134,9 @@ def test_the_elements_that_two_tiles_share() -> None:
             if shared.is_run:
                 assert pairs == [(pairs[0][0] + i, pairs[0][1] + i) for i in range(len(pairs))]
             found += pairs
-        assert sorted(found) == sorted((mine.index(one), theirs.index(one)) for one in {*mine} & {*theirs})
+        assert sorted(found) == sorted(
+            (mine.index(one), theirs.index(one)) for one in {*mine} & {*theirs}
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

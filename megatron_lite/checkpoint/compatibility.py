@@ -1,4 +1,5 @@
-"""Options, data and schedules that may or may not change between a checkpoint and a resume. Imports no torch."""
+"""Options, data and schedules that may or may not change between a checkpoint and a resume. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config import BatchConfig, Config, Draft, JsonObject, ModelConfig, Options, flatten, unflatten
+from megatron_lite.config import (
+    BatchConfig,
+    Config,
+    Draft,
+    JsonObject,
+    ModelConfig,
+    Options,
+    flatten,
+    unflatten,
+)
 from megatron_lite.config.model import rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
@@ -24,7 +34,9 @@ from megatron_lite.validation.learning_rate import learning_rate as schedule_pro
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest
 
-_Epoch = tuple[int, int, int]  # of a data set: its number, the samples read in it, and all samples of it
+_Epoch = tuple[
+    int, int, int
+]  # of a data set: its number, the samples read in it, and all samples of it
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
 # Options that do not change the meaning of weights: noise, initial values, precision, padding.
@@ -40,7 +52,8 @@ KINDS = {
     **{name: ARCHITECTURE for name in vars(ModelConfig()) if name not in FREE},
     # The samples, or their order.
     **dict.fromkeys(
-        "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(), DATA
+        "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(),
+        DATA,
     ),
 }
 # Options added later -> the option that included them before.
@@ -60,8 +73,9 @@ def saved_optimizer(saved: Options) -> str:
 def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
     """Whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
 
-    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none do: AdamW's bias
-    correction uses one update count for all parameters, and the moments of matrices start now.
+    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none
+    do: AdamW's bias correction uses one update count for all parameters, and the moments of
+    matrices start now.
 
     is_matrix: Muon updates the parameter itself.
     """
@@ -71,12 +85,17 @@ def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
 def optimizer_state(state: JsonObject, before: str, now: str) -> JsonObject:
     """Return the saved optimizer state (without moments) that --optimizer=`now` can use.
 
-    After a change of --optimizer, drop the rule's state, and AdamW's update count unless some moments are kept.
+    After a change of --optimizer, drop the rule's state, and AdamW's update count unless some
+    moments are kept.
     """
     saved: JsonObject = state["optimizer"]
     if before == now:
         return saved
-    return {**saved, "updates": saved["updates"] if keeps_moments(before, now, False) else 0, "rule": {}}
+    return {
+        **saved,
+        "updates": saved["updates"] if keeps_moments(before, now, False) else 0,
+        "rule": {},
+    }
 
 
 class Difference(NamedTuple):
@@ -92,7 +111,8 @@ class Difference(NamedTuple):
 
 
 def differences(saved: Options, config: Config, *kinds: str | None) -> list[Difference]:
-    """List the differing options of these kinds, in the order of `config/`; None: options without a kind.
+    """List the differing options of these kinds, in the order of `config/`; None: options without a
+    kind.
 
     Options newer than the checkpoint have their defaults there. `saved` is flat; both are resolved.
     """
@@ -109,7 +129,9 @@ def differences(saved: Options, config: Config, *kinds: str | None) -> list[Diff
 
 def _with_tuples(saved: Options) -> Options:
     """Convert lists of saved values to tuples, as in a configuration: JSON has no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
 
 
 def check_architecture(saved: Options, config: Config, where: str) -> None:
@@ -122,7 +144,11 @@ def check_architecture(saved: Options, config: Config, where: str) -> None:
     """
     has_table = config.model.use_position_embeddings or saved.get("use_position_embeddings")
     found = differences(saved, config, ARCHITECTURE)
-    lines = [f"--{difference}" for difference in found if has_table or difference.name != "max_position_embeddings"]
+    lines = [
+        f"--{difference}"
+        for difference in found
+        if has_table or difference.name != "max_position_embeddings"
+    ]
     if lines:
         raise CheckpointError(
             f"checkpoint {where} was trained with another architecture; write its values or choose another "
@@ -130,11 +156,14 @@ def check_architecture(saved: Options, config: Config, where: str) -> None:
         )
 
 
-def moved_samples(saved: Options, config: Config, iterations: int, sets: Sequence[Sequence[Any]] = ()) -> str | None:
-    """Warn that a changed batch size or sequence length repeats or skips samples after N iterations, with a fix.
+def moved_samples(
+    saved: Options, config: Config, iterations: int, sets: Sequence[Sequence[Any]] = ()
+) -> str | None:
+    """Warn that a changed batch size or sequence length repeats or skips samples after N
+    iterations, with a fix.
 
-    The samples of an iteration follow from the current schedule, not from the samples read so far. None: no change.
-    sets: what was read of each data set, see `data.counts`.
+    The samples of an iteration follow from the current schedule, not from the samples read so far.
+    None: no change. sets: what was read of each data set, see `data.counts`.
     """
     batch = BatchConfig(**_saved_values(BatchConfig, saved))
     if batch.batch_size is None:  # an older version may have saved it in another way
@@ -160,7 +189,8 @@ def moved_samples(saved: Options, config: Config, iterations: int, sets: Sequenc
 
 
 def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
-    """Warn that a changed schedule changes the learning rate after N iterations, and how to keep the old one.
+    """Warn that a changed schedule changes the learning rate after N iterations, and how to keep
+    the old one.
 
     None: the rate is the same, or no iteration is left.
     """
@@ -192,9 +222,11 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
 
 
 def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]:
-    """Return the lines of a table of a schedule changed after N iterations: old and new rate and batch size.
+    """Return the lines of a table of a schedule changed after N iterations: old and new rate and
+    batch size.
 
-    Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if both schedules agree there.
+    Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if both
+    schedules agree there.
     """
     first, last = iterations + 1, config.training.train_iters
     before = _with_schedule_of(saved, config) if first <= last else None
@@ -206,7 +238,11 @@ def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]
         rates = learning_rate(before, place), learning_rate(config, place)
         sizes = tuple(batch_schedule(some.batch).batch_size(place) for some in (before, config))
         changes = changes or not math.isclose(*rates) or sizes[0] != sizes[1]
-        values = (f"{place:,}", *(f"{rate:.3e}" for rate in rates), *(f"{size:,}" for size in sizes))
+        values = (
+            f"{place:,}",
+            *(f"{rate:.3e}" for rate in rates),
+            *(f"{size:,}" for size in sizes),
+        )
         rows.append("".join(f"{value:>16}" for value in values))
     if not changes:
         return []
@@ -216,13 +252,24 @@ def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]
     if optimizers[0] != optimizers[1]:
         matrices = " of matrices" if keeps_moments(*optimizers, is_matrix=False) else ""
         kept, gone = "", f"; gone: the moments{matrices} of --optimizer={optimizers[0]}"
-    names = f"{'iteration':>16}{'saved rate':>16}{'rate now':>16}{'saved batch':>16}{'batch now':>16}"
-    return [f"kept: weights{kept}, the number of iterations done ({iterations:,}){gone}; changed:", names, *rows]
+    names = (
+        f"{'iteration':>16}{'saved rate':>16}{'rate now':>16}{'saved batch':>16}{'batch now':>16}"
+    )
+    return [
+        f"kept: weights{kept}, the number of iterations done ({iterations:,}){gone}; changed:",
+        names,
+        *rows,
+    ]
 
 
 def _with_schedule_of(saved: Options, config: Config) -> Config | None:
-    """Return `config` with saved learning rate and batch options; None if these are not a valid schedule."""
-    draft = Draft(**flatten(config) | _saved_values(LearningRateConfig, saved) | _saved_values(BatchConfig, saved))
+    """Return `config` with saved learning rate and batch options; None if these are not a valid
+    schedule."""
+    draft = Draft(
+        **flatten(config)
+        | _saved_values(LearningRateConfig, saved)
+        | _saved_values(BatchConfig, saved)
+    )
     if draft.batch_size is None or any(schedule_problems(draft)):
         return None
     return unflatten(vars(draft))
@@ -234,7 +281,8 @@ def _saved_values(kind: type[Area], saved: Options) -> Options:
 
 
 def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: str) -> list[str]:
-    """Return the changes of data, tokenizer and seed, one per line, if --allow_data_change=1 allows them.
+    """Return the changes of data, tokenizer and seed, one per line, if --allow_data_change=1 allows
+    them.
 
     Args:
         identity: the current data's, see `data.fingerprint.identity`.
@@ -243,7 +291,9 @@ def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: st
     Raises:
         CheckpointError: names the differences with both values.
     """
-    changes = [] if config.training.train_iters == 0 else list(data_changes(loaded, config, identity))
+    changes = (
+        [] if config.training.train_iters == 0 else list(data_changes(loaded, config, identity))
+    )
     if len(changes) > _MOST_LINES:
         changes = [*changes[:_MOST_LINES], f"and {len(changes) - _MOST_LINES:,} more"]
     if changes and not config.checkpoint.allow_data_change:
@@ -255,18 +305,25 @@ def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: st
     return changes
 
 
-def _epochs(sets: Sequence[Sequence[Any]], config: Config, iterations: int, together: int = 1) -> list[_Epoch]:
-    """Return the epoch of each data set; nothing if not all samples were counted. sets: see `data.counts`.
+def _epochs(
+    sets: Sequence[Sequence[Any]], config: Config, iterations: int, together: int = 1
+) -> list[_Epoch]:
+    """Return the epoch of each data set; nothing if not all samples were counted. sets: see
+    `data.counts`.
 
     together: epochs that are shuffled as one.
     """
     if sum(read for *_, read in sets) != batch_schedule(config.batch).consumed_samples(iterations):
         return []
-    return [(read // size, read % size, size) for size, read in ((row[2] * together, row[-1]) for row in sets)]
+    return [
+        (read // size, read % size, size)
+        for size, read in ((row[2] * together, row[-1]) for row in sets)
+    ]
 
 
 def _lost(epochs: Sequence[_Epoch]) -> str:
-    """Describe what other samples, or another order of them, repeat and leave out in the middle of epochs."""
+    """Describe what other samples, or another order of them, repeat and leave out in the middle of
+    epochs."""
     again = sum(read * (size - read) / size for _, read, size in epochs)
     if not again:
         return ""
@@ -275,10 +332,13 @@ def _lost(epochs: Sequence[_Epoch]) -> str:
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
-    """Return how to change the order of samples where next to nothing is lost, if the only data set comes to there."""
+    """Return how to change the order of samples where next to nothing is lost, if the only data set
+    comes to there."""
     schedule, (_, read, size) = batch_schedule(config.batch), epochs[0]
     goal = schedule.consumed_samples(iterations) + size - read
-    end = bisect.bisect_left(range(config.training.train_iters + 1), goal, key=schedule.consumed_samples)
+    end = bisect.bisect_left(
+        range(config.training.train_iters + 1), goal, key=schedule.consumed_samples
+    )
     if len(epochs) > 1 or end > config.training.train_iters:
         return ""
     over = schedule.consumed_samples(end) - goal
@@ -301,8 +361,13 @@ def _change_of_samples(difference: Difference, loaded: Manifest, config: Config)
         return line  # an order within windows may repeat less
     if not epochs or name == "truncate_documents":
         return line + _lost(epochs)
-    orders = {"skip_first_epoch", *("epoch" if number else "none" for number, *_ in epochs)}  # one order, if two
-    if not _lost(epochs) or (name == "shuffle" and orders == {some.get("shuffle") for some in both}):
+    orders = {
+        "skip_first_epoch",
+        *("epoch" if number else "none" for number, *_ in epochs),
+    }  # one order, if two
+    if not _lost(epochs) or (
+        name == "shuffle" and orders == {some.get("shuffle") for some in both}
+    ):
         return None
     return line + _lost(epochs) + _way_to_the_end(epochs, config, loaded.iteration)
 
@@ -342,26 +407,40 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
         if read[number] and not (
             ours and theirs and ours.row == theirs.row and math.isclose(ours.weight, theirs.weight)
         ):
-            lines.append(f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now")
+            lines.append(
+                f"data set {number}: {ours or 'none'} in the checkpoint, {theirs or 'none'} now"
+            )
     yield from lines
     if lines and all(ours.row == theirs.row for ours, theirs in zip(old, new, strict=False)):
-        yield _only_later([(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done)
-    if len(old) == 1 < len(new) and [sum(some.row[place] for some in new) for place in (0, 1)] == old[0].row[:2]:
+        yield _only_later(
+            [(theirs or ours).path for ours, theirs in pairs], old_stages, new_stages, done
+        )
+    if (
+        len(old) == 1 < len(new)
+        and [sum(some.row[place] for some in new) for place in (0, 1)] == old[0].row[:2]
+    ):
         yield (
             f"if these {len(new)} are its shards, join them for the samples of before: prepare_data "
             f"{shlex.join(f'{some.path}.bin' for some in new)} --from_tokens={new[0].row[2]} --output_prefix=<another>"
         )
-    for number, pair in enumerate(itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))):
+    for number, pair in enumerate(
+        itertools.zip_longest(before.get("masks", ()), identity.get("masks", ()))
+    ):
         if read[number] and pair[0] != pair[1]:
             marks = (mark and f"fingerprint {mark}" for mark in pair)
             yield f"--{Difference(f'loss_mask of data set {number}', *marks)}"
     digests = before["tokenizer"], identity["tokenizer"]
     if None not in digests and digests[0] != digests[1]:
-        files = f"{saved.get('tokenizer_file')} (digest {digests[0]})", f"{config.data.tokenizer_file} ({digests[1]})"
+        files = (
+            f"{saved.get('tokenizer_file')} (digest {digests[0]})",
+            f"{config.data.tokenizer_file} ({digests[1]})",
+        )
         yield f"--tokenizer_file: {files[0]} in the checkpoint, {files[1]} now"
 
 
-def _only_later(paths: Sequence[str], old: Sequence[WeightStage], new: Sequence[WeightStage], iterations: int) -> str:
+def _only_later(
+    paths: Sequence[str], old: Sequence[WeightStage], new: Sequence[WeightStage], iterations: int
+) -> str:
     """Return flags that keep the weights of the iterations done, and then have the new ones."""
     stages = [stage for stage in old if stage.start < iterations]
     for stage, following in itertools.zip_longest(new, new[1:]):
@@ -386,9 +465,14 @@ class _DataSet(NamedTuple):
 
 
 def _data_sets(
-    data_path: Sequence[str], schedule: Sequence[str], identity: JsonObject, iterations: int, count: int
+    data_path: Sequence[str],
+    schedule: Sequence[str],
+    identity: JsonObject,
+    iterations: int,
+    count: int,
 ) -> tuple[list[_DataSet], list[WeightStage]]:
-    """Return the data sets of a run, and the stages of their weights, 0 for those up to `count` that it does not have.
+    """Return the data sets of a run, and the stages of their weights, 0 for those up to `count`
+    that it does not have.
 
     If a manifest contradicts itself, paths and weights are unknown.
     """
@@ -399,31 +483,45 @@ def _data_sets(
         found = weight_stages(data_path, schedule)
         if len(found[0].weights) == number:
             paths, stages = [path for _, path in weighted_paths(data_path)], found
-    padded = [WeightStage(start, (*weights, *[0.0] * (count - number))) for start, weights in stages]
+    padded = [
+        WeightStage(start, (*weights, *[0.0] * (count - number))) for start, weights in stages
+    ]
     past = [weights for start, weights in padded if start < max(iterations, 1)]
     are_read = map(any, zip(*past, strict=True))
     return list(map(_DataSet, map(list, identity["sets"]), past[0], paths, are_read)), padded
 
 
 def other_evaluations(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:
-    """Yield a warning for each phase that now evaluates other data than before the checkpoint; training goes on."""
+    """Yield a warning for each phase that now evaluates other data than before the checkpoint;
+    training goes on."""
     shares = _same_shares(loaded.config.get("split", config.data.split), config.data.split)
     for phase, iterations in (("validation", "validation_iters"), ("test", "test_iters")):
-        old, new = ((data or {}).get("evaluated", {}).get(phase) for data in (loaded.state.get("data"), identity))
-        is_other = old != new or (new is None and not shares and config.data.dataset_source != "random")
+        old, new = (
+            (data or {}).get("evaluated", {}).get(phase)
+            for data in (loaded.state.get("data"), identity)
+        )
+        is_other = old != new or (
+            new is None and not shares and config.data.dataset_source != "random"
+        )
         if is_other and loaded.config.get(iterations) and getattr(config.training, iterations):
             flag = config.data.path_flag(phase) if new or shares else "split"
             yield f"--{flag}: other {phase} data than before: losses of the {phase} do not compare with earlier ones"
 
 
 def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
-    """Yield a warning if the version that saved a checkpoint computed frozen layers with wrong weights.
+    """Yield a warning if the version that saved a checkpoint computed frozen layers with wrong
+    weights.
 
-    It kept a frozen weight's 8-bit form, but not the form's delayed scale, until a gather; then it also missed the
-    weight's magnitude, which now counts in each iteration, as a trained weight's does.
+    It kept a frozen weight's 8-bit form, but not the form's delayed scale, until a gather; then it
+    also missed the weight's magnitude, which now counts in each iteration, as a trained weight's
+    does.
     """
     scales = loaded.state["optimizer"].get("scales", {})
-    wrong = [name for name, (_, (scale, seen), _) in scales.items() if scale != 1 and all(age for age, _ in seen)]
+    wrong = [
+        name
+        for name, (_, (scale, seen), _) in scales.items()
+        if scale != 1 and all(age for age, _ in seen)
+    ]
     if wrong:
         yield (
             "--fp8=delayed: an earlier version computed with wrong weights in frozen layers "
@@ -436,4 +534,6 @@ def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
 def _same_shares(left: Sequence[float], right: Sequence[float], phases: int = 3) -> bool:
     """Whether two values of --split give each of the first phases the same share."""
     pairs = itertools.zip_longest(left, right, fillvalue=0.0)
-    return all(math.isclose(a * sum(right), b * sum(left)) for a, b in itertools.islice(pairs, phases))
+    return all(
+        math.isclose(a * sum(right), b * sum(left)) for a, b in itertools.islice(pairs, phases)
+    )

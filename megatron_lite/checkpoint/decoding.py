@@ -1,8 +1,10 @@
-"""Typed decoding of JSON: a value that does not fit its type is damaged; the error says where and what is expected.
+"""Typed decoding of JSON: a value that does not fit its type is damaged; the error says where and
+what is expected.
 
-A type is a dictionary of types (an object with these keys; one that ends with "?" may be absent, and its object empty),
-a `NamedTuple` or a dataclass, or made of `list`, `dict`, `tuple`, `| None`, `Any`, `bool`, `int`, `float`,
-`int | float` and `str`, all but `Any` perhaps `Annotated` with a `Rule`.
+A type is a dictionary of types (an object with these keys; one that ends with "?" may be absent,
+and its object empty), a `NamedTuple` or a dataclass, or made of `list`, `dict`, `tuple`, `| None`,
+`Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a
+`Rule`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _SCALARS: dict[Any, Rule] = {
     bool: Rule("true or false", lambda value: type(value) is bool),
     int: Rule("an integer", lambda value: type(value) is int and abs(value) <= LARGEST_COUNT),
     float: Rule("a number", lambda value: type(value) is float and not math.isnan(value)),
-    int | float: Rule("a number", lambda value: type(value) in (int, float) and not math.isnan(value)),
+    int | float: Rule(
+        "a number", lambda value: type(value) in (int, float) and not math.isnan(value)
+    ),
     str: Rule("a text", lambda value: type(value) is str),
 }
 
@@ -49,7 +53,8 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
     """Decode a JSON value into a type.
 
     Raises:
-        DamagedError: names the first place whose value does not fit. `where`: name of the top-level value, if any.
+        DamagedError: names the first place whose value does not fit. `where`: name of the top-level
+        value, if any.
     """
     try:
         return _decoder(kind)(value)
@@ -62,7 +67,11 @@ def _decoder(kind: Any) -> Decoder:
     if not isinstance(kind, dict):
         return _type_decoder(kind)
     fields = {key.removesuffix("?"): _decoder(inner) for key, inner in kind.items()}
-    optional = {key.removesuffix("?"): isinstance(inner, dict) for key, inner in kind.items() if key.endswith("?")}
+    optional = {
+        key.removesuffix("?"): isinstance(inner, dict)
+        for key, inner in kind.items()
+        if key.endswith("?")
+    }
     return functools.partial(_object, fields, optional)
 
 
@@ -98,7 +107,9 @@ def _inside(key: Any, decoder: Decoder, value: Any) -> Any:
     try:
         return decoder(value)
     except _WrongError as wrong:
-        wrong.path = (f"[{key}]" if isinstance(key, int) else f".{ascii(key[:80])[1:-1]}") + wrong.path
+        wrong.path = (
+            f"[{key}]" if isinstance(key, int) else f".{ascii(key[:80])[1:-1]}"
+        ) + wrong.path
         raise
 
 
@@ -121,7 +132,8 @@ def _dict(decoder: Decoder, value: Any) -> dict[str, Any]:
 
 
 def _object(fields: dict[str, Decoder], optional: dict[str, bool], value: Any) -> dict[str, Any]:
-    """Decode an object. optional: keys that may be absent, and whether their value may be an empty object."""
+    """Decode an object. optional: keys that may be absent, and whether their value may be an empty
+    object."""
     if type(value) is not dict:
         raise _WrongError("is not an object")
     if unknown := [key for key in value if key not in fields]:
@@ -129,4 +141,6 @@ def _object(fields: dict[str, Decoder], optional: dict[str, bool], value: Any) -
     if missing := [name for name in fields if name not in value and name not in optional]:
         raise _WrongError(f"has no {missing[0]}")
     empty = {key for key, item in value.items() if item == {} and optional.get(key)}
-    return {key: {} if key in empty else _inside(key, fields[key], item) for key, item in value.items()}
+    return {
+        key: {} if key in empty else _inside(key, fields[key], item) for key, item in value.items()
+    }

@@ -1,8 +1,10 @@
-"""Files in blocks, each with a CRC-32 that is computed on writing and checked on reading; folders that survive crashes.
+"""Files in blocks, each with a CRC-32 that is computed on writing and checked on reading; folders
+that survive crashes.
 
-Reading any bytes of a checkpoint reads and checks the blocks that contain them. This module writes ordinary safetensors
-files (a length, a JSON header, raw little-endian values) in one pass: without a copy of the tensors, with an fsync, and
-a file mode that follows the umask. Folders are written to a temporary name, synced, then renamed into place.
+Reading any bytes of a checkpoint reads and checks the blocks that contain them. This module writes
+ordinary safetensors files (a length, a JSON header, raw little-endian values) in one pass: without
+a copy of the tensors, with an fsync, and a file mode that follows the umask. Folders are written to
+a temporary name, synced, then renamed into place.
 """
 
 from __future__ import annotations
@@ -36,20 +38,26 @@ logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
 BLOCK_BYTES = 2**20  # written or read, then summed while still in the cache
-LARGEST_BLOCK_BYTES = CHUNK_BYTES  # most that a reader holds in memory; older versions have larger blocks
+LARGEST_BLOCK_BYTES = (
+    CHUNK_BYTES  # most that a reader holds in memory; older versions have larger blocks
+)
 AHEAD_BYTES = 32 * 2**20  # read-ahead of the disk while a processor sums earlier blocks
 FLUSH_BYTES = 16 * 2**20  # written back at a time, so that little is left for the final sync
 _DIFFERS = "its checksum does not match: it is damaged or belongs to another save"
 _SHORTER = "it became shorter while it was read"
 
-HexDigits = Annotated[str, Rule("hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]*", text) is not None)]
+HexDigits = Annotated[
+    str, Rule("hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]*", text) is not None)
+]
 
 
 class SavedFile(NamedTuple):
     """The size of a file and the checksums of its blocks."""
 
     size: PositiveCount  # bytes
-    block_bytes: PositiveCount  # of each block but the last; in manifest versions 3 to 5 a file is one block
+    block_bytes: (
+        PositiveCount  # of each block but the last; in manifest versions 3 to 5 a file is one block
+    )
     crc32: HexDigits  # of the blocks, 8 digits each
 
     @property
@@ -68,7 +76,8 @@ class SavedFile(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element `first`."""
+    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element
+    `first`."""
 
     file: str
     offset: int
@@ -83,7 +92,9 @@ class Slice(NamedTuple):
 
     def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
         """Return the slice's tile in a parameter of this shape."""
-        return Tile(self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:]))
+        return Tile(
+            self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:])
+        )
 
 
 class BlockSums:
@@ -105,7 +116,8 @@ class BlockSums:
         return SavedFile(self._size, BLOCK_BYTES, "".join(f"{crc32:08x}" for crc32 in self._sums))
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing
+# -----------------------------------------------------------------------------------------------------------
 
 
 class WrittenFile(NamedTuple):
@@ -137,14 +149,20 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def write_tensors(
-    path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str], progress: Callable[[int], None]
+    path: Path,
+    tensors: Sequence[TensorToWrite],
+    metadata: dict[str, str],
+    progress: Callable[[int], None],
 ) -> WrittenFile:
-    """Write a new safetensors file and sync it; holds one tensor at a time. progress: gets the bytes of each tensor.
+    """Write a new safetensors file and sync it; holds one tensor at a time. progress: gets the
+    bytes of each tensor.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
-    header = safetensors_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, metadata)
+    header = safetensors_header(
+        {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, metadata
+    )
     sums = BlockSums()
     with new_file(path) as append:
 
@@ -159,13 +177,19 @@ def write_tensors(
     return WrittenFile(sums.file(), len(header))
 
 
-def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+def safetensors_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> bytes:
     """Return a safetensors header: its length and a JSON object. The values follow without gaps."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
@@ -191,7 +215,9 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
     """Create a file and yield a function that appends to it; sync the file at the end."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     size = flushed = 0
 
     def write(data: memoryview) -> None:
@@ -211,18 +237,23 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
         os.close(descriptor)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Files:
-    """The files of a folder as it is now; caches the latest open file and the latest partially read block.
+    """The files of a folder as it is now; caches the latest open file and the latest partially read
+    block.
 
     saved: files whose blocks are checked when they are read.
     follow_links: see `open_regular`.
     """
 
     def __init__(
-        self, folder: Path, saved: Mapping[str, SavedFile] = MappingProxyType({}), follow_links: bool = False
+        self,
+        folder: Path,
+        saved: Mapping[str, SavedFile] = MappingProxyType({}),
+        follow_links: bool = False,
     ) -> None:
         self._folder = folder
         self._saved = saved
@@ -231,16 +262,20 @@ class Files:
         self._name = ""
         self._file: io.FileIO | None = None
         self._block, self._block_number = memoryview(b""), -1
-        # In the open file: start and end of the current sequential read, and the end of the read-ahead.
+        # In the open file: start and end of the current sequential read, and the end of the
+        # read-ahead.
         self._start = self._end = self._asked = 0
-        self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks that were read and verified
+        self.checked: dict[
+            str, list[list[int]]
+        ] = {}  # by file, ranges of blocks that were read and verified
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
 
         Raises:
-            DamagedError, OSError: if a checksum differs, the file is too short or it cannot be opened.
-            RotatedError: if the folder is gone, or another has its name: two checkpoints are never mixed.
+            DamagedError, OSError: if a checksum differs, the file is too short or it cannot be
+            opened. RotatedError: if the folder is gone, or another has its name: two checkpoints
+            are never mixed.
         """
         if self._file is None or name != self._name:
             self.close()
@@ -296,12 +331,15 @@ class Files:
     def _read_ahead(self, descriptor: int) -> None:
         """Ask the system to read ahead, farther the longer a file is read sequentially.
 
-        The kernel itself often reads only 128 KiB ahead, so that the disk idles while a processor sums.
+        The kernel itself often reads only 128 KiB ahead, so that the disk idles while a processor
+        sums.
         """
         wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
         if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
-                os.posix_fadvise(descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(
+                    descriptor, self._asked, wanted - self._asked, os.POSIX_FADV_WILLNEED
+                )
             self._asked = wanted
 
     def _note(self, number: int) -> None:
@@ -318,7 +356,9 @@ class Files:
             self._file, self._block_number = None, -1
 
 
-def check_sizes(folder: Path, saved: Mapping[str, SavedFile], rank: int = 0, world_size: int = 1) -> None:
+def check_sizes(
+    folder: Path, saved: Mapping[str, SavedFile], rank: int = 0, world_size: int = 1
+) -> None:
     """Check that this rank's share of a checkpoint's files exists with the right sizes.
 
     Raises:
@@ -339,8 +379,8 @@ def check_blocks(
 ) -> None:
     """Check a file's size and the given blocks, by default all; read nothing else.
 
-    slices: the file's, each with its name for the message; see `Manifest.places`. progress: gets the bytes of each
-    block.
+    slices: the file's, each with its name for the message; see `Manifest.places`. progress: gets
+    the bytes of each block.
 
     Raises:
         DamagedError: if any differs or cannot be read.
@@ -356,14 +396,19 @@ def check_blocks(
                     raise DamagedError(f"{name}: {_SHORTER}")
                 place, found = place + count, zlib.crc32(buffer[:count], found)
             if found != crc32:
-                inside = [what for piece, what in slices if piece.offset < end and start < piece.end]
-                raise DamagedError(f"{name}: {_DIFFERS}" + (f" ({shorten(inside, 1)})" if inside else ""))
+                inside = [
+                    what for piece, what in slices if piece.offset < end and start < piece.end
+                ]
+                raise DamagedError(
+                    f"{name}: {_DIFFERS}" + (f" ({shorten(inside, 1)})" if inside else "")
+                )
             progress(end - start)
 
 
 @contextlib.contextmanager
 def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.FileIO]:
-    """Open a file of the expected size; raise DamagedError also for system errors while it is open."""
+    """Open a file of the expected size; raise DamagedError also for system errors while it is
+    open."""
     try:
         with open_regular(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -374,15 +419,17 @@ def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.File
         raise DamagedError(f"{name}: {reason(error)}") from None
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
+# -- folders
+# -----------------------------------------------------------------------------------------------------------
 
 
 def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -> None:
     """Rename a complete, synced folder to its final name. A valid copy exists at all times.
 
-    Replace an older folder of that name if `is_ours`, otherwise move it to `<name>.aside-<nonce>` and keep it. A rename
-    cannot replace a folder that has files, so the new folder waits as `.ready-<name>-<nonce>` while the old one moves
-    away. After a crash in between, `recover` completes the replacement.
+    Replace an older folder of that name if `is_ours`, otherwise move it to `<name>.aside-<nonce>`
+    and keep it. A rename cannot replace a folder that has files, so the new folder waits as
+    `.ready-<name>-<nonce>` while the old one moves away. After a crash in between, `recover`
+    completes the replacement.
     """
     nonce = temporary.name[-16:]
     if not os.path.lexists(directory):
@@ -393,7 +440,11 @@ def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -
     ours = is_ours(directory)
     if not ours:
         old = directory.with_name(f"{directory.name}.aside-{nonce}")
-        logger.warning("%s is not a complete checkpoint or export of this program; moved to %s", directory, old.name)
+        logger.warning(
+            "%s is not a complete checkpoint or export of this program; moved to %s",
+            directory,
+            old.name,
+        )
     os.rename(temporary, ready)
     sync_folder(directory.parent)
     os.rename(directory, old)
@@ -425,14 +476,17 @@ def recover(root: Path, only: str | None = None) -> None:
 def remove_folder(path: Path) -> None:
     """Delete our files in a folder, then the folder, unless it holds anything else.
 
-    Links are unlinked, never followed. Failures only log a warning, because nothing depends on the deletion.
+    Links are unlinked, never followed. Failures only log a warning, because nothing depends on the
+    deletion.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             foreign = []
             for name in sorted(os.listdir(descriptor)):
-                if OUR_FILE.fullmatch(name) and not stat.S_ISDIR(os.lstat(name, dir_fd=descriptor).st_mode):
+                if OUR_FILE.fullmatch(name) and not stat.S_ISDIR(
+                    os.lstat(name, dir_fd=descriptor).st_mode
+                ):
                     os.unlink(name, dir_fd=descriptor)
                 else:
                     foreign.append(name)

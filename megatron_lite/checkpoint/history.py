@@ -1,8 +1,8 @@
 """Which run a checkpoint belongs to, and which options its iterations had.
 
-Every checkpoint holds both. Iterations of one run with the same options are interchangeable, whoever computed them: a
-machine whose disk is older than the mirror goes on from the mirror. Where the options differ, the histories fork, and
-only the user can say which of the two goes on.
+Every checkpoint holds both. Iterations of one run with the same options are interchangeable,
+whoever computed them: a machine whose disk is older than the mirror goes on from the mirror. Where
+the options differ, the histories fork, and only the user can say which of the two goes on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class History(NamedTuple):
         return {"history": self._asdict()}
 
     def options_after(self, iteration: int) -> str | None:
-        """Return the digest of the options after `iteration`; None if unknown, as an older version saved no history."""
+        """Return the digest of the options after `iteration`; None if unknown, as an older version
+        saved no history."""
         return next((found for start, found in reversed(self.changes) if start <= iteration), None)
 
 
@@ -53,11 +54,14 @@ def history_of(content: Manifest) -> History:
 
 
 def shared_iterations(one: Manifest, other: Manifest) -> int:
-    """Return the number of iterations, from the first one on, that two checkpoints of one run have in common."""
+    """Return the number of iterations, from the first one on, that two checkpoints of one run have
+    in common."""
     left, right = history_of(one), history_of(other)
     starts = sorted({0, *(start for start, _ in (*left.changes, *right.changes))})
     end = min(one.iteration, other.iteration)
-    return next((at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end)
+    return next(
+        (at for at in starts if at < end and left.options_after(at) != right.options_after(at)), end
+    )
 
 
 def counts_of(content: Manifest) -> JsonObject:
@@ -66,7 +70,9 @@ def counts_of(content: Manifest) -> JsonObject:
     An earlier version did not count. Its stage is known if the run always had the same options.
     """
     saved, stage = content.config, (0, 0, 0)
-    if [start for start, _ in history_of(content).changes] == [0] and not saved.get("batch_size_schedule"):
+    if [start for start, _ in history_of(content).changes] == [0] and not saved.get(
+        "batch_size_schedule"
+    ):
         stage = (0, saved["batch_size"], saved["sequence_length"])
     counts: JsonObject = content.state.get("counts", {"stages": [stage], "sets": []})
     return counts

@@ -1,31 +1,35 @@
-"""manifest.json: the content of a checkpoint, and where its files hold each element of each parameter.
+"""manifest.json: the content of a checkpoint, and where its files hold each element of each
+parameter.
 
 ```
-{"format": "megatron_lite_checkpoint", "version": 6, "save_id": "...", "iteration": 100, "world_size": 2,
- "config": {every option}, "state": {...},
- "files": {"rank_000.safetensors": {"size": 1500000, "block_bytes": 1048576, "crc32": "00c0ffee0badf00d"}, ...},
- "parameters": {"embedding.word.weight": {"dtype": "float32", "shape": [256, 64],
+{"format": "megatron_lite_checkpoint", "version": 6, "save_id": "...", "iteration": 100,
+ "world_size": 2, "config": {every option}, "state": {...},
+ "files": {"rank_000.safetensors": {"size": 1500000, "block_bytes": 1048576, "crc32":
+ "00c0ffee0badf00d"}, ...}, "parameters": {"embedding.word.weight": {"dtype": "float32", "shape":
+ [256, 64],
      "weights": [["rank_000.safetensors", 712, 32768, 0, 8192],
                  ["rank_001.safetensors", 712, 32768, 8192, 8192]],
      "exp_avg": [...], "exp_avg_sq": [...]}, ...},
  "crc32": 456}
 ```
 
-A file has a CRC-32 per block, so that reading some bytes verifies little else. A slice is [file, byte offset in the
-file, bytes, first element of the flattened parameter, run]. Its elements are consecutive if `run` is their number.
-Otherwise they are `run` consecutive elements in each of several adjacent rows of the parameter (of `shape[0]`): the
-columns of a tensor-parallel rank. Slices alone let any layout read any other. Each element is in one slice, even if
-several ranks hold it.
+A file has a CRC-32 per block, so that reading some bytes verifies little else. A slice is [file,
+byte offset in the file, bytes, first element of the flattened parameter, run]. Its elements are
+consecutive if `run` is their number. Otherwise they are `run` consecutive elements in each of
+several adjacent rows of the parameter (of `shape[0]`): the columns of a tensor-parallel rank.
+Slices alone let any layout read any other. Each element is in one slice, even if several ranks hold
+it.
 
-`dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its optimizer state
-(`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen parameter has only weights, in
-float32, bfloat16 or float16.
+`dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its
+optimizer state (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, `average`. A frozen
+parameter has only weights, in float32, bfloat16 or float16.
 
-`crc32` covers every byte before its own line, so `read` returns what `dump` wrote, unless the manifest was forged.
-A forged one raises `DamagedError` or is taken as it stands, but never leads to bytes outside the files it lists.
+`crc32` covers every byte before its own line, so `read` returns what `dump` wrote, unless the
+manifest was forged. A forged one raises `DamagedError` or is taken as it stands, but never leads to
+bytes outside the files it lists.
 
-Versions 3 to 5 are still read. Their files have a single checksum; slices have a checksum before `run` in version 5,
-after `first` in version 4, none in version 3, and no `run` before version 5.
+Versions 3 to 5 are still read. Their files have a single checksum; slices have a checksum before
+`run` in version 5, after `first` in version 4, none in version 3, and no `run` before version 5.
 """
 
 from __future__ import annotations
@@ -43,7 +47,15 @@ import torch
 
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
 from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
-from megatron_lite.checkpoint.names import A_LINK, MANIFEST_NAME, RANK_FILE, parse_json, rank_file, read_bytes, reason
+from megatron_lite.checkpoint.names import (
+    A_LINK,
+    MANIFEST_NAME,
+    RANK_FILE,
+    parse_json,
+    rank_file,
+    read_bytes,
+    reason,
+)
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options, with_current_names
 from megatron_lite.config import JsonObject
 from megatron_lite.distributed.grid import Coordinates
@@ -84,8 +96,11 @@ class Manifest:
 
     @property
     def grid(self) -> dict[str, int]:
-        """Pipeline, data and tensor-parallel ranks of the run that saved the checkpoint; all 1 after a conversion."""
-        pipeline, tensor = (int(self.config.get(f"{name}_parallel", 1)) for name in ("pipeline", "tensor"))
+        """Pipeline, data and tensor-parallel ranks of the run that saved the checkpoint; all 1
+        after a conversion."""
+        pipeline, tensor = (
+            int(self.config.get(f"{name}_parallel", 1)) for name in ("pipeline", "tensor")
+        )
         data, rest = divmod(self.world_size, pipeline * tensor)
         pipeline, data, tensor = (1, self.world_size, 1) if rest else (pipeline, data, tensor)
         return {"pipeline": pipeline, "data": data, "tensor": tensor}
@@ -97,16 +112,23 @@ class Manifest:
             for kind, pieces in parameter.slices.items():
                 for piece in pieces:
                     found.setdefault(piece.file, []).append((piece, f"{kind} of {name!r}"))
-        return {file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()}
+        return {
+            file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()
+        }
 
     def misfits(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> list[str]:
-        """List parameters whose name or shape differs from a model's. partial: ignore those that the model lacks."""
+        """List parameters whose name or shape differs from a model's. partial: ignore those that
+        the model lacks."""
         saved = self.parameters
         found = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
         for name, shape in shapes.items():
             if name in saved and saved[name].shape != tuple(shape):
-                found.append(f"{name} has shape {list(saved[name].shape)}, the model's has {list(shape)}")
-        return found + [f"{name} is not in the model" for name in saved if not partial and name not in shapes]
+                found.append(
+                    f"{name} has shape {list(saved[name].shape)}, the model's has {list(shape)}"
+                )
+        return found + [
+            f"{name} is not in the model" for name in saved if not partial and name not in shapes
+        ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -129,23 +151,32 @@ def locate_parameters(
 ) -> dict[str, SavedParameter]:
     """Return every parameter's slices, in the order of the model.
 
-    A file holds the shards part by part, kind by kind. Replicated elements are those of their first holder.
+    A file holds the shards part by part, kind by kind. Replicated elements are those of their first
+    holder.
 
     parts: of the whole model, each with its pipeline rank. ranks: each rank's place and file.
     """
     parameters: dict[str, SavedParameter] = {}
     for _, part in parts:
         for slot in part.layout.slots:
-            empty: dict[str, list[Slice]] = {kind: [] for kind in part.kinds() if part.has(kind, slot.spec)}
-            parameters[slot.spec.name] = SavedParameter(part.kinds()["weights"], tuple(slot.spec.shape), empty)
+            empty: dict[str, list[Slice]] = {
+                kind: [] for kind in part.kinds() if part.has(kind, slot.spec)
+            }
+            parameters[slot.spec.name] = SavedParameter(
+                part.kinds()["weights"], tuple(slot.spec.shape), empty
+            )
     for rank, (place, file) in enumerate(ranks):
         offset = file.data_start
         for part in [part for pipeline_rank, part in parts if pipeline_rank == place.pipeline]:
             for kind, dtype in part.kinds().items():
                 for spec, tile in part.layout.tiles(place.data, place.tensor):
                     if part.has(kind, spec) and tile.holders[0] == place.tensor:
-                        start, num_bytes = (count * dtype.itemsize for count in (tile.offset, tile.numel))
-                        piece = Slice(rank_file(rank), offset + start, num_bytes, tile.first, tile.width)
+                        start, num_bytes = (
+                            count * dtype.itemsize for count in (tile.offset, tile.numel)
+                        )
+                        piece = Slice(
+                            rank_file(rank), offset + start, num_bytes, tile.first, tile.width
+                        )
                         parameters[spec.name].slices[kind].append(piece)
                 offset += part.numel(kind) * dtype.itemsize
     for parameter in parameters.values():
@@ -158,18 +189,24 @@ def dump(manifest: Manifest) -> str:
     """Return the text of manifest.json, with one parameter per line.
 
     Raises:
-        TypeError, ValueError: if `config` or `state` is not JSON, or `read` would reject the result: a defect that must
-            not surface only when the checkpoint is needed.
+        TypeError, ValueError: if `config` or `state` is not JSON, or `read` would reject the
+            result: a defect that must not surface only when the checkpoint is needed.
     """
-    head = {"format": FORMAT, "version": VERSION} | {key: getattr(manifest, key) for key in _RUN_KEYS}
+    head = {"format": FORMAT, "version": VERSION} | {
+        key: getattr(manifest, key) for key in _RUN_KEYS
+    }
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
         name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}
         for name, parameter in manifest.parameters.items()
     }
-    covered = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+    covered = "{\n" + "".join(
+        f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()
+    )
     for key, entries in (("files", files), ("parameters", parameters)):
-        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+        rows = ",\n".join(
+            f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()
+        )
         covered += f"{json.dumps(key)}: {{\n{rows}\n}},\n"
     try:
         check_options(json.loads(json.dumps(manifest.config)))
@@ -184,7 +221,8 @@ def dump(manifest: Manifest) -> str:
 def read(folder: Path, iteration: int | None = None) -> Manifest:
     """Read and check a folder's manifest, but not the files that it lists.
 
-    iteration: the number in the folder's name. Such a folder must not be a symbolic link; its parents may be.
+    iteration: the number in the folder's name. Such a folder must not be a symbolic link; its
+    parents may be.
 
     Raises:
         DamagedError: if it is missing, damaged, or not of this iteration.
@@ -206,7 +244,9 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
 
 
 DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
-_DtypeName = Annotated[str, Rule(" or ".join(DTYPES_BY_NAME), lambda value: value in DTYPES_BY_NAME)]
+_DtypeName = Annotated[
+    str, Rule(" or ".join(DTYPES_BY_NAME), lambda value: value in DTYPES_BY_NAME)
+]
 _SliceRow = tuple[str, Count, PositiveCount, Count, PositiveCount]
 
 
@@ -262,7 +302,9 @@ def parse(text: bytes) -> Manifest:
             raise DamagedError(f"{ascii(name[:80])} is not a file name of this format")
         if len(file.crc32) != 8 * len(file.blocks):
             raise DamagedError(f"{name} has not a checksum for each block")
-    parameters = {name: _parameter(name, item, entry["files"]) for name, item in entry["parameters"].items()}
+    parameters = {
+        name: _parameter(name, item, entry["files"]) for name, item in entry["parameters"].items()
+    }
     return Manifest(**{key: entry[key] for key in (*_RUN_KEYS, "files")}, parameters=parameters)
 
 
@@ -281,7 +323,8 @@ def _upgrade(values: JsonObject, version: int) -> None:
 
 
 def _parameter(name: str, value: Any, files: Mapping[str, SavedFile]) -> SavedParameter:
-    """Decode a parameter; check that a parameter's slices lie in listed files and add up to its number of elements.
+    """Decode a parameter; check that a parameter's slices lie in listed files and add up to its
+    number of elements.
 
     Gaps between columns are found where they are read.
     """

@@ -1,11 +1,14 @@
-"""--mirror: a copy of a run's checkpoints, exports and records in remote storage, made by a thread of rank 0.
+"""--mirror: a copy of a run's checkpoints, exports and records in remote storage, made by a thread
+of rank 0.
 
-The layout is that of the experiment directory. A folder there counts once its mark is there, which is written last:
-manifest.json of a checkpoint, mirror.json of a Hugging Face export. A folder of another save loses its mark first. Each
-pass of the thread compares and completes, also what an earlier start has left.
+The layout is that of the experiment directory. A folder there counts once its mark is there, which
+is written last: manifest.json of a checkpoint, mirror.json of a Hugging Face export. A folder of
+another save loses its mark first. Each pass of the thread compares and completes, also what an
+earlier start has left.
 
-A mirror belongs to one run, and one start at a time writes there: its own mirror.json names both. Stores without
-conditional writes let two starts write it at once, so a start reads it back after a pause, and again before each pass.
+A mirror belongs to one run, and one start at a time writes there: its own mirror.json names both.
+Stores without conditional writes let two starts write it at once, so a start reads it back after a
+pause, and again before each pass.
 """
 
 from __future__ import annotations
@@ -24,9 +27,21 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.files import logger
 from megatron_lite.checkpoint.history import history_of, shared_iterations
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, find_checkpoints, new_nonce, parse_json, work_path
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    OUR_FILE,
+    find_checkpoints,
+    new_nonce,
+    parse_json,
+    work_path,
+)
 from megatron_lite.checkpoint.resume import SET_ASIDE, set_aside
-from megatron_lite.checkpoint.retention import best_of, checkpoints_to_delete, is_permanent, was_permanent
+from megatron_lite.checkpoint.retention import (
+    best_of,
+    checkpoints_to_delete,
+    is_permanent,
+    was_permanent,
+)
 from megatron_lite.checkpoint.writing import good_manifest
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.structured_values import keep_rules
@@ -38,7 +53,12 @@ from megatron_lite.run.stop_signal import StopSignal
 MARK_NAME = "mirror.json"  # of an export; in the folder of the mirror itself, whose it is
 PROBE_NAME = "write_test"
 Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_delete`
-RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")  # a run elsewhere continues them
+RECORDS = (
+    "config.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "wandb.json",
+)  # a run elsewhere continues them
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
 CLAIM_S = 2.0  # until a start that has claimed the mirror reads whether another one has, too
 _POLL_S = 0.05
@@ -47,13 +67,14 @@ _POLL_S = 0.05
 class Mirror:
     """The mirror of the experiment directory `root`.
 
-    Call `compare` and `fetch` to find and restore what is there, `begin` once the run is known, then `update` whenever
-    there is something new.
+    Call `compare` and `fetch` to find and restore what is there, `begin` once the run is known,
+    then `update` whenever there is something new.
 
     on_loss: called once, from the thread, when another run or start has claimed the mirror.
 
     Attributes:
-        usable: iterations there that this start may use, with the manifests that were read to find this out.
+        usable: iterations there that this start may use, with the manifests that were read to find
+        this out.
 
     Raises:
         UsageError: if the mirror overlaps the directory; also see `open_storage`.
@@ -75,11 +96,15 @@ class Mirror:
         self._checkpoints = root / "checkpoints"
         self._remote = RemoteFolder(options.mirror, "mirror", limit_s, False)
         if self._remote.overlaps(root):
-            raise UsageError(f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder")
+            raise UsageError(
+                f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder"
+            )
         self.usable: dict[int, Manifest | None] = {}
         self._manifests: dict[int, Manifest] = {}  # of checkpoints there
         self._claim = {"run": "", "start": new_nonce(), "host": socket.gethostname()}
-        self._expected: dict[str, Any] | None = None  # the claim there, unless another start has written its own
+        self._expected: dict[str, Any] | None = (
+            None  # the claim there, unless another start has written its own
+        )
         self._on_loss = on_loss
         self._lost: StorageError | None = None  # once another run or start has claimed the mirror
         self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
@@ -94,17 +119,18 @@ class Mirror:
         self._failed_s: float | None = None  # since when every attempt fails
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
-    # -- at the start ----------------------------------------------------------------------------------------------
+    # -- at the start
+    # ----------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
         """Find the checkpoints there that this start may use.
 
-        Where the options of iterations differ between here and there, --mirror_ahead says which side goes on, and the
-        checkpoints of the other one are set aside.
+        Where the options of iterations differ between here and there, --mirror_ahead says which
+        side goes on, and the checkpoints of the other one are set aside.
 
         Raises:
-            StorageError: if the mirror cannot be read, or an empty one written: no run may begin beside its mirror. Or
-                if it belongs to another run.
+            StorageError: if the mirror cannot be read, or an empty one written: no run may begin
+                beside its mirror. Or if it belongs to another run.
             CheckpointError: if only --mirror_ahead could decide which side goes on.
         """
         with self._needed():
@@ -114,11 +140,15 @@ class Mirror:
             newest = there = _first(iterations, self._read_manifest)
             newest_here = here = _first(found, self._own_manifest)
             wanted = self._options.resume_iteration
-            # Once a side has followed it, the newest ones tell whether the other side is on the branch that was left.
+            # Once a side has followed it, the newest ones tell whether the other side is on the
+            # branch that was left.
             if wanted is not None and wanted not in map(_followed, (here, there)):
                 here, there = (
                     _first([one for one in side if one == wanted], read)
-                    for side, read in ((found, self._own_manifest), (iterations, self._read_manifest))
+                    for side, read in (
+                        (found, self._own_manifest),
+                        (iterations, self._read_manifest),
+                    )
                 )
             if newest is None:
                 logger.info("%s holds no checkpoint", self._flag)
@@ -148,8 +178,11 @@ class Mirror:
             logger.warning("%s: %s: %s: %s; skipped", self._flag, name, MANIFEST_NAME, error)
         return self._manifests.get(iteration)
 
-    def _refuse_another_run(self, here: Manifest | None, there: Manifest | None, claim: dict[str, Any] | None) -> None:
-        """Refuse a mirror that is not of this run. One of an older version names no run: compare the checkpoints."""
+    def _refuse_another_run(
+        self, here: Manifest | None, there: Manifest | None, claim: dict[str, Any] | None
+    ) -> None:
+        """Refuse a mirror that is not of this run. One of an older version names no run: compare
+        the checkpoints."""
         if here is None:
             is_other = there is None and claim is not None
         else:
@@ -157,7 +190,9 @@ class Mirror:
             is_other = theirs not in (None, history_of(here).run)
             if is_other and there is not None:
                 own, copy = self._own_manifest(there.iteration), self._manifests.get(here.iteration)
-                is_other = there.save_id != (own and own.save_id) and here.save_id != (copy and copy.save_id)
+                is_other = there.save_id != (own and own.save_id) and here.save_id != (
+                    copy and copy.save_id
+                )
         if is_other:
             raise StorageError(
                 f"{self._flag}: it belongs to another run{_host(claim)}; give each run its own, or write "
@@ -176,7 +211,12 @@ class Mirror:
         if shared < there.iteration and ahead == "set_aside":
             self.set_aside(shared)
         elif shared < here.iteration and shared < there.iteration:
-            logger.warning("%s: %s; moved those here to %s", self._flag, places, set_aside(self._checkpoints, shared))
+            logger.warning(
+                "%s: %s; moved those here to %s",
+                self._flag,
+                places,
+                set_aside(self._checkpoints, shared),
+            )
         elif shared < there.iteration:
             logger.warning("%s is ahead: %s; the run goes on from there", self._flag, places)
 
@@ -206,7 +246,9 @@ class Mirror:
         temporary = work_path(folder, "tmp", new_nonce())
         temporary.mkdir(parents=True)
         try:
-            (temporary / MANIFEST_NAME).write_bytes(self._remote.read(f"{name}/{MANIFEST_NAME}") or b"")
+            (temporary / MANIFEST_NAME).write_bytes(
+                self._remote.read(f"{name}/{MANIFEST_NAME}") or b""
+            )
             for file_name, file in manifest.read(temporary).files.items():
                 with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
                     self._remote.download(f"{name}/{file_name}", temporary / file_name)
@@ -223,16 +265,20 @@ class Mirror:
                 self.fetch(best)  # the run goes on without, and says so
 
     def _restore_records(self) -> None:
-        """Restore the records; add the lines there to those here, of which a later one of an iteration counts."""
+        """Restore the records; add the lines there to those here, of which a later one of an
+        iteration counts."""
         for name in RECORDS:
             path, there = self._root / name, self._remote.read(name)
             here = path.read_bytes() if path.exists() else b""
             if there is None or (here and not name.endswith(".jsonl")) or here.startswith(there):
                 continue
-            replace_file(path, there if there.startswith(here) else here[: here.rfind(b"\n") + 1] + there)
+            replace_file(
+                path, there if there.startswith(here) else here[: here.rfind(b"\n") + 1] + there
+            )
 
     def set_aside(self, after: int) -> None:
-        """Move the checkpoints there after an iteration to a new folder there, with a copy of the records.
+        """Move the checkpoints there after an iteration to a new folder there, with a copy of the
+        records.
 
         Raises:
             StorageError: if the mirror cannot be changed.
@@ -246,12 +292,15 @@ class Mirror:
             for name in RECORDS:
                 self._remote.copy(name, f"{target}/{name}")
             for iteration in newer:
-                self._remote.move(f"checkpoints/{iteration}", f"{target}/{iteration}", MANIFEST_NAME)
+                self._remote.move(
+                    f"checkpoints/{iteration}", f"{target}/{iteration}", MANIFEST_NAME
+                )
         logger.warning("%s: newer checkpoints there were moved to %s", self._flag, target)
 
     @contextlib.contextmanager
     def _needed(self) -> Iterator[None]:
-        """Turn any error of the store into one of a start, which must not go on without its mirror."""
+        """Turn any error of the store into one of a start, which must not go on without its
+        mirror."""
         try:
             yield
         except RunError:
@@ -260,21 +309,24 @@ class Mirror:
             fix = "a start compares its directory with the mirror: make it reachable, or leave the flag out"
             raise StorageError(f"{self._flag}: {failure(error)}; {fix}") from None
 
-    # -- one run, one start ----------------------------------------------------------------------------------------
+    # -- one run, one start
+    # ----------------------------------------------------------------------------------------
 
     def begin(self, run: str) -> None:
         """Copy for this run from now on; see `History`."""
         self._claim["run"] = run
 
     def _read_claim(self) -> dict[str, Any] | None:
-        """Return whose the mirror is; None if it is nobody's, or has no id as one of an older version."""
+        """Return whose the mirror is; None if it is nobody's, or has no id as one of an older
+        version."""
         with contextlib.suppress(ValueError):
             claim = parse_json(self._remote.read(MARK_NAME) or b"{}")
             return claim if isinstance(claim, dict) and "run" in claim else None
         return None
 
     def _check_claim(self) -> None:
-        """Claim the mirror at the first call, and find out at each one whether the claim still holds.
+        """Claim the mirror at the first call, and find out at each one whether the claim still
+        holds.
 
         Raises:
             StorageError: if another run or start has claimed it since this start has looked.
@@ -282,7 +334,9 @@ class Mirror:
         if (there := self._read_claim()) == self._claim:
             return
         if there not in (None, self._expected):
-            who = "another start of this run" if there["run"] == self._claim["run"] else "another run"
+            who = (
+                "another start of this run" if there["run"] == self._claim["run"] else "another run"
+            )
             raise StorageError(
                 f"{self._flag}: {who} uses it{_host(there)}; this one ends, and copies nothing more there. Give each "
                 "run its own mirror"
@@ -292,23 +346,28 @@ class Mirror:
         time.sleep(CLAIM_S)
         self._check_claim()
 
-    # -- while the run trains --------------------------------------------------------------------------------------
+    # -- while the run trains
+    # --------------------------------------------------------------------------------------
 
     def update(self, rotation: Rotation | None = None) -> None:
-        """Let the thread copy what is new, then rotate the checkpoints there like those here; return at once."""
+        """Let the thread copy what is new, then rotate the checkpoints there like those here;
+        return at once."""
         self._rotation = rotation or self._rotation
         self._asked += 1
         self._wake.set()
 
     def held(self) -> set[int]:
-        """Return the iteration under upload, which must stay: a slow store would never get a whole checkpoint."""
+        """Return the iteration under upload, which must stay: a slow store would never get a whole
+        checkpoint."""
         current = self._current
         return {int(current.name)} if current.parent == self._checkpoints else set()
 
     def close(self, limit_s: float, stop: StopSignal | None) -> None:
-        """Wait until all is there: up to a limit, or until the store has failed for a minute or a signal arrives.
+        """Wait until all is there: up to a limit, or until the store has failed for a minute or a
+        signal arrives.
 
-        stop: None after a signal; then wait as long, but hardly for a store that fails or is silent.
+        stop: None after a signal; then wait as long, but hardly for a store that fails or is
+        silent.
 
         Raises:
             StorageError: if another run or start has claimed the mirror.
@@ -325,7 +384,11 @@ class Mirror:
             and (waited_s := time.monotonic() - start_s) < limit_s
             and not (stop and stop.received)
         ):
-            failing_s = self._remote.line.silent_s if self._failed_s is None else time.monotonic() - self._failed_s
+            failing_s = (
+                self._remote.line.silent_s
+                if self._failed_s is None
+                else time.monotonic() - self._failed_s
+            )
             if min(waited_s, failing_s) > patience_s:
                 break
             time.sleep(_POLL_S)
@@ -335,7 +398,9 @@ class Mirror:
             raise self._lost
         if self._done < asked:
             what = self._names() or "the newest records"
-            logger.warning("%s lacks %s; the next start with the same command continues", self._flag, what)
+            logger.warning(
+                "%s lacks %s; the next start with the same command continues", self._flag, what
+            )
 
     def _work(self) -> None:
         attempt, pause = 0, None
@@ -387,9 +452,13 @@ class Mirror:
             self._rotate()
 
     def _unsent(self) -> list[Path]:
-        """List the folders that may not be there: first the newest checkpoint, then exports, then other checkpoints."""
+        """List the folders that may not be there: first the newest checkpoint, then exports, then
+        other checkpoints."""
         best, found = self._root / "export" / "best", list[Path]()
-        own, *others = ([path for _, path in find_checkpoints(one)] for one in (self._checkpoints, best.parent, best))
+        own, *others = (
+            [path for _, path in find_checkpoints(one)]
+            for one in (self._checkpoints, best.parent, best)
+        )
         exports = [*others[0], *others[1], *([best] if (best / "config.json").exists() else [])]
         for folder in (*own[:1], *exports, *own[1:]):
             with contextlib.suppress(FileNotFoundError):
@@ -404,7 +473,11 @@ class Mirror:
         start_s = time.perf_counter()
         identity = _identity(folder)
         target = str(folder.relative_to(self._root))
-        found = {path.name: path.stat() for path in sorted(folder.iterdir()) if OUR_FILE.fullmatch(path.name)}
+        found = {
+            path.name: path.stat()
+            for path in sorted(folder.iterdir())
+            if OUR_FILE.fullmatch(path.name)
+        }
         if found.pop(MANIFEST_NAME, None):
             mark, content = f"{target}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
             self._permanent.pop(int(folder.name), None)
@@ -415,24 +488,38 @@ class Mirror:
             if there is not None:
                 self._remote.delete(target, mark)
             told = self._remote.listing(target)
-            sent = [self._remote.upload(folder / name, f"{target}/{name}", told.get(name, {})) for name in found]
+            sent = [
+                self._remote.upload(folder / name, f"{target}/{name}", told.get(name, {}))
+                for name in found
+            ]
             if _identity(folder) != identity:
                 return  # another save has replaced it meanwhile
             self._remote.write(mark, content)
             seconds = time.perf_counter() - start_s
-            logger.info("mirrored %s to %s (%.1f MB sent, %.1f s)", target, self._flag, sum(sent) / 1e6, seconds)
+            logger.info(
+                "mirrored %s to %s (%.1f MB sent, %.1f s)",
+                target,
+                self._flag,
+                sum(sent) / 1e6,
+                seconds,
+            )
         self._sent.add(identity)
 
     def _send_records(self) -> None:
         for path in (self._root / name for name in RECORDS):
             if path.exists() and (identity := _identity(path)) not in self._sent:
                 data = path.read_bytes()
-                self._remote.write(path.name, data[: data.rfind(b"\n") + 1])  # a line may be half-written
+                self._remote.write(
+                    path.name, data[: data.rfind(b"\n") + 1]
+                )  # a line may be half-written
                 self._sent.add(identity)
 
     def _iterations(self) -> list[int]:
         """List the iterations of checkpoints there, whole or not, newest first."""
-        return sorted((int(name) for name in self._remote.listing("checkpoints") if name.isdecimal()), reverse=True)
+        return sorted(
+            (int(name) for name in self._remote.listing("checkpoints") if name.isdecimal()),
+            reverse=True,
+        )
 
     def _rotate(self) -> None:
         """Delete there what is rotated here, also checkpoints that were never here."""

@@ -1,7 +1,8 @@
-"""Names of the files and folders of checkpoints and exports, and safe reading of their JSON. Imports no torch.
+"""Names of the files and folders of checkpoints and exports, and safe reading of their JSON.
+Imports no torch.
 
-A folder is written as `.tmp-<name>-<nonce>`, waits as `.ready-<name>-<nonce>` while it replaces an older folder, and is
-deleted as `.trash-<name>-<nonce>`.
+A folder is written as `.tmp-<name>-<nonce>`, waits as `.ready-<name>-<nonce>` while it replaces an
+older folder, and is deleted as `.trash-<name>-<nonce>`.
 """
 
 from __future__ import annotations
@@ -42,39 +43,56 @@ def new_nonce() -> str:
 
 
 def work_path(directory: Path, kind: str, nonce: str) -> Path:
-    """Return a sibling path of `directory` for a folder being written (`tmp`), replaced (`ready`) or deleted."""
+    """Return a sibling path of `directory` for a folder being written (`tmp`), replaced (`ready`)
+    or deleted."""
     return directory.with_name(f".{kind}-{directory.name}-{nonce}")
 
 
 def work_folders(root: Path, kind: str) -> list[tuple[Path, str]]:
     """List the work folders of a kind in `root` with their final names. Skips symbolic links."""
     matches = ((path, _WORK_NAME.fullmatch(path.name)) for path in sorted(root.iterdir()))
-    return [(path, match[2]) for path, match in matches if match and match[1] == kind and is_folder(path)]
+    return [
+        (path, match[2])
+        for path, match in matches
+        if match and match[1] == kind and is_folder(path)
+    ]
 
 
 def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """List (iteration, folder) of all checkpoints by name, newest first, without checking their content.
+    """List (iteration, folder) of all checkpoints by name, newest first, without checking their
+    content.
 
-    A `.ready-` folder is a complete checkpoint whose save was killed while replacing an older one. Symbolic links are
-    listed, too, to be rejected like damaged checkpoints instead of silently ignored. `root` itself may be a link.
-    So is what a live run deletes meanwhile: its newest may have come too late for the list. See `rotation`.
+    A `.ready-` folder is a complete checkpoint whose save was killed while replacing an older one.
+    Symbolic links are listed, too, to be rejected like damaged checkpoints instead of silently
+    ignored. `root` itself may be a link. So is what a live run deletes meanwhile: its newest may
+    have come too late for the list. See `rotation`.
     """
     if not root.is_dir():
         return []
     named = (entry for entry in os.scandir(root) if _ITERATION.fullmatch(entry.name))
-    found = [(int(entry.name), 1, root / entry.name) for entry in named if entry.is_dir() or entry.is_symlink()]
-    found += [(int(name), 0, path) for path, name in work_folders(root, "ready") if _ITERATION.fullmatch(name)]
+    found = [
+        (int(entry.name), 1, root / entry.name)
+        for entry in named
+        if entry.is_dir() or entry.is_symlink()
+    ]
+    found += [
+        (int(name), 0, path)
+        for path, name in work_folders(root, "ready")
+        if _ITERATION.fullmatch(name)
+    ]
     return [(iteration, path) for iteration, _, path in sorted(found, reverse=True)]
 
 
 def newest_before(root: Path | None, iteration: int) -> Path | None:
-    """Return the folder of the newest checkpoint, by name, before an iteration; None if there is none."""
+    """Return the folder of the newest checkpoint, by name, before an iteration; None if there is
+    none."""
     found = find_checkpoints(root) if root is not None else []
     return next((folder for number, folder in found if number < iteration), None)
 
 
 def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
-    """Return (iteration, folder) of the newest checkpoint by name, for messages; None without any. Never raises."""
+    """Return (iteration, folder) of the newest checkpoint by name, for messages; None without any.
+    Never raises."""
     with contextlib.suppress(OSError):
         return next(iter(find_checkpoints(root)), None) if root is not None else None
     return None

@@ -1,14 +1,17 @@
-"""Load checkpoints of `writing.Save` into a model of any layout, verifying them on the way; or verify them alone.
+"""Load checkpoints of `writing.Save` into a model of any layout, verifying them on the way; or
+verify them alone.
 
-The manifest maps every element of every parameter to its place, so any world size, tensor-parallel size, ZeRO stage,
-number of layers per stage and choice of frozen parameters can load any other. A damaged checkpoint is reported,
-skipped and never touched; the next older one then overwrites what was loaded from it.
+The manifest maps every element of every parameter to its place, so any world size, tensor-parallel
+size, ZeRO stage, number of layers per stage and choice of frozen parameters can load any other. A
+damaged checkpoint is reported, skipped and never touched; the next older one then overwrites what
+was loaded from it.
 
-Each rank reads the bytes of its shards once and checks the blocks that contain them; the ranks then gather the numbers
-of these blocks and check the remaining ones (padding, copies of other tensor-parallel ranks, unused state). The first
-step thus waits for one pass over the files, and a single wrong bit is found before it, even one that only one rank
-received. Read more than once are only blocks that several ranks need, and files of older versions (a single block)
-that are too large for memory.
+Each rank reads the bytes of its shards once and checks the blocks that contain them; the ranks then
+gather the numbers of these blocks and check the remaining ones (padding, copies of other
+tensor-parallel ranks, unused state). The first step thus waits for one pass over the files, and a
+single wrong bit is found before it, even one that only one rank received. Read more than once are
+only blocks that several ranks need, and files of older versions (a single block) that are too large
+for memory.
 """
 
 from __future__ import annotations
@@ -26,7 +29,14 @@ from megatron_lite.checkpoint import files, manifest
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
 from megatron_lite.checkpoint.files import Files, Slice
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
-from megatron_lite.checkpoint.names import MANIFEST_NAME, OUR_FILE, open_regular, parse_json, rank_file, reason
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    OUR_FILE,
+    open_regular,
+    parse_json,
+    rank_file,
+    reason,
+)
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.distributed.process_group import Distributed
@@ -55,19 +65,20 @@ def load_first_good(
     Args:
         found: (iteration, folder), the same on every rank; see `choice.choose_together`.
         where: their folder, for the message.
-        report: gets a line on every rank for each newer checkpoint that is damaged, and for each kind of state that
-            cannot be restored unchanged (see `changes`).
+        report: gets a line on every rank for each newer checkpoint that is damaged, and for each
+            kind of state that cannot be restored unchanged (see `changes`).
         optimizer: the current --optimizer.
-        repair: restores a damaged or missing checkpoint and returns whether it could, None if it knows of none; all
-            ranks call it.
+        repair: restores a damaged or missing checkpoint and returns whether it could, None if it
+            knows of none; all ranks call it.
 
     Returns:
         The checkpoint's folder and manifest; None if there is none.
 
     Raises:
-        CheckpointError: on every rank, if no checkpoint is usable, or if the newest good one has other parameters than
-            the model. No file is changed.
-        RotatedError: on every rank, if a live run, whose checkpoints these are, deletes one that is read.
+        CheckpointError: on every rank, if no checkpoint is usable, or if the newest good one has
+            other parameters than the model. No file is changed.
+        RotatedError: on every rank, if a live run, whose checkpoints these are, deletes one that is
+        read.
     """
     problems = []
     for iteration, folder in found:
@@ -95,7 +106,8 @@ def load_first_good(
 def _load(
     folder: Path, iteration: int, model: MultiStage, distributed: Distributed, optimizer: str
 ) -> tuple[Manifest | None, str | None]:
-    """Fill the shards from one checkpoint; return its manifest and the problem, as far as there is one."""
+    """Fill the shards from one checkpoint; return its manifest and the problem, as far as there is
+    one."""
     content, problem = open_checkpoint(folder, iteration, distributed)
     if content is None:
         return None, problem
@@ -107,8 +119,11 @@ def _load(
     return content, fill_verified(folder, content, model, distributed, optimizer)
 
 
-def open_checkpoint(folder: Path, iteration: int, distributed: Distributed) -> tuple[Manifest | None, str | None]:
-    """Return the manifest of a checkpoint whose files exist and have the right sizes, or None and the problem.
+def open_checkpoint(
+    folder: Path, iteration: int, distributed: Distributed
+) -> tuple[Manifest | None, str | None]:
+    """Return the manifest of a checkpoint whose files exist and have the right sizes, or None and
+    the problem.
 
     All ranks call this together and get the same answer.
     """
@@ -130,7 +145,8 @@ def fill_verified(
 ) -> str | None:
     """Fill the shards of all ranks; return the problem if any byte of the checkpoint is damaged.
 
-    All ranks call this together and get the same answer. After a problem the shards are partly filled.
+    All ranks call this together and get the same answer. After a problem the shards are partly
+    filled.
     """
     opened = Files(folder, content.files)
 
@@ -146,14 +162,22 @@ def fill_verified(
 
     def check_rest() -> None:
         for name, file in list(content.files.items())[distributed.rank :: distributed.world_size]:
-            done = {number for by_file in read for ends in by_file.get(name, ()) for number in range(*ends)}
-            files.check_blocks(folder, name, file, [number for number in file.blocks if number not in done])
+            done = {
+                number
+                for by_file in read
+                for ends in by_file.get(name, ())
+                for number in range(*ends)
+            }
+            files.check_blocks(
+                folder, name, file, [number for number in file.blocks if number not in done]
+            )
 
     return first_problem(distributed, check_rest)
 
 
 def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
-    """Describe state that cannot be restored unchanged: optimizer state, averages and precision, one line each.
+    """Describe state that cannot be restored unchanged: optimizer state, averages and precision,
+    one line each.
 
     optimizer: the current --optimizer.
     """
@@ -191,18 +215,25 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
             "start from the weights"
         )
     if has_averages and not any("average" in part.kinds() for _, part in model.all_parts()):
-        lines.append("it holds averaged weights, which a run without --ema_type neither uses nor saves again")
+        lines.append(
+            "it holds averaged weights, which a run without --ema_type neither uses nor saves again"
+        )
     if rounded:
         dtypes = ", ".join(sorted(rounded))
-        lines.append(f"{rounded.total()} of {total} parameter tensors are frozen and were rounded: {dtypes}")
+        lines.append(
+            f"{rounded.total()} of {total} parameter tensors are frozen and were rounded: {dtypes}"
+        )
     return lines
 
 
-def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str) -> None:
-    """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles; `rank`: data-parallel.
+def _fill_shard(
+    opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str
+) -> None:
+    """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles; `rank`:
+    data-parallel.
 
-    Moments that are missing, or belong to another rule than the current `optimizer`, become zero; missing averages
-    become the weights. Padding is not touched.
+    Moments that are missing, or belong to another rule than the current `optimizer`, become zero;
+    missing averages become the weights. Padding is not touched.
 
     Raises:
         DamagedError, OSError: if a file is damaged or can no longer be read.
@@ -227,11 +258,14 @@ def _fill_shard(opened: Files, content: Manifest, part: FlatShard, kind: str, ra
     part.write(kind, shard)
 
 
-def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile, target: Tensor) -> None:
+def read_elements(
+    opened: Files, saved: SavedParameter, kind: str, wanted: Tile, target: Tensor
+) -> None:
     """Fill a tensor (n,) with elements of a parameter, rounding to its dtype.
 
     Raises:
-        DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some of these elements.
+        DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some
+        of these elements.
     """
     dtype = saved.dtype_of(kind)
     numel_found = 0
@@ -246,8 +280,11 @@ def read_elements(opened: Files, saved: SavedParameter, kind: str, wanted: Tile,
         )
 
 
-def read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor) -> None:
-    """Read the overlap of a slice and the target; for columns, read whole rows of the slice, some at a time."""
+def read_overlap(
+    opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor
+) -> None:
+    """Read the overlap of a slice and the target; for columns, read whole rows of the slice, some
+    at a time."""
     wanted, saved, column = overlap
     if overlap.is_run:
         offset = piece.offset + saved.first * dtype.itemsize
@@ -261,14 +298,17 @@ def read_overlap(opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overl
         wanted.view(target)[top : top + len(values)] = values[:, column : column + saved.width]
 
 
-# -- without a model --------------------------------------------------------------------------------------------------
+# -- without a model
+# --------------------------------------------------------------------------------------------------
 
 
 class Inspection(NamedTuple):
     """Findings about one checkpoint, which is good if there are no problems."""
 
     num_bytes: int | None  # total file size by the manifest; None: no usable manifest
-    ranks: str | None  # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
+    ranks: (
+        str | None
+    )  # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
     problems: list[str]
     remarks: list[str]  # harmless
 
@@ -297,11 +337,19 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
     pipeline, data, tensor = content.grid.values()
-    ranks = f"{pipeline}x{data}x{tensor}" if pipeline > 1 else str(data) if tensor == 1 else f"{data}x{tensor}"
+    ranks = (
+        f"{pipeline}x{data}x{tensor}"
+        if pipeline > 1
+        else str(data)
+        if tensor == 1
+        else f"{data}x{tensor}"
+    )
     return Inspection(num_bytes, ranks, problems, remarks)
 
 
-def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]) -> None:
+def _check_header(
+    folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]
+) -> None:
     """Check that a file's header names this save, and that no slice overlaps the header.
 
     Raises:
@@ -317,7 +365,11 @@ def _check_header(folder: Path, rank: int, name: str, content: Manifest, slices:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise DamagedError(f"{name}: its header is not readable ({said})") from None
     wanted = manifest.file_metadata(content.save_id, content.iteration, rank)
-    if name != rank_file(rank) or not isinstance(header, dict) or header.get("__metadata__") != wanted:
+    if (
+        name != rank_file(rank)
+        or not isinstance(header, dict)
+        or header.get("__metadata__") != wanted
+    ):
         raise DamagedError(f"{name}: it belongs to another save, iteration or rank")
     if any(piece.offset < 8 + length for piece, _ in slices):
         raise DamagedError(f"{name}: a slice of the manifest reaches into its header")

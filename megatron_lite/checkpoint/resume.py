@@ -1,9 +1,10 @@
-"""Resume a run: choose the checkpoints to try, load the newest good one, log what has changed since.
+"""Resume a run: choose the checkpoints to try, load the newest good one, log what has changed
+since.
 
-The choice follows --load_policy, --load_checkpoint_path and --resume_iteration. The run's own checkpoints come first,
-so that repeating a command always resumes; another folder's are used only until the run has one of its own. After
---resume_iteration, newer checkpoints are set aside by a rename: no later start resumes from them, and nothing is
-deleted.
+The choice follows --load_policy, --load_checkpoint_path and --resume_iteration. The run's own
+checkpoints come first, so that repeating a command always resumes; another folder's are used only
+until the run has one of its own. After --resume_iteration, newer checkpoints are set aside by a
+rename: no later start resumes from them, and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 SET_ASIDE = "set_aside"
 _FLAG = "--load_checkpoint_path"
-# Iterations in the mirror that a start may use, with the manifests that were read to find this out; see `Mirror`.
+# Iterations in the mirror that a start may use, with the manifests that were read to find this out;
+# see `Mirror`.
 Mirrored = Mapping[int, Manifest | None]
 
 
@@ -49,7 +51,8 @@ class Choice:
 
     @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Folder and manifest of the newest checkpoint with a good manifest, here or in the mirror; read once."""
+        """Folder and manifest of the newest checkpoint with a good manifest, here or in the mirror;
+        read once."""
         for iteration, folder in self.found:
             with contextlib.suppress(DamagedError):
                 return folder, read(folder, iteration)
@@ -59,17 +62,22 @@ class Choice:
 
     @property
     def began(self) -> JsonObject | None:
-        """The data that a run has trained on, None before the first iteration: that of the newest checkpoint, see
-        `data.fingerprint.identity`, and its `config`, `iteration` and `counts`."""
+        """The data that a run has trained on, None before the first iteration: that of the newest
+        checkpoint, see `data.fingerprint.identity`, and its `config`, `iteration` and `counts`."""
         if self.newest is None or not self.newest[1].iteration:
             return None
         content = self.newest[1]
-        facts = {"config": content.config, "iteration": content.iteration, "counts": counts_of(content)}
+        facts = {
+            "config": content.config,
+            "iteration": content.iteration,
+            "counts": counts_of(content),
+        }
         return {**content.state.get("data", {}), **facts}
 
 
 def find(root: Path) -> list[tuple[int, Path]]:
-    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root` cannot be read."""
+    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root`
+    cannot be read."""
     try:
         return find_checkpoints(root)
     except OSError as error:
@@ -80,20 +88,30 @@ def choose_together(
     root: Path | None, options: CheckpointConfig, distributed: Distributed, mirrored: Mirrored
 ) -> Choice:
     """Choose on rank 0, for all ranks; see `choose`."""
-    choice = together(distributed, lambda: choose(root, options, mirrored) if distributed.rank == 0 else Choice())
+    choice = together(
+        distributed, lambda: choose(root, options, mirrored) if distributed.rank == 0 else Choice()
+    )
     paths = [(iteration, str(folder)) for iteration, folder in choice.found]
     found, goes_back, note = distributed.broadcast_object((paths, choice.goes_back, choice.note))
-    return Choice(tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note, mirrored)
+    return Choice(
+        tuple((iteration, Path(folder)) for iteration, folder in found), goes_back, note, mirrored
+    )
 
 
-def choose(root: Path | None, options: CheckpointConfig, mirrored: Mirrored = MappingProxyType({})) -> Choice:
+def choose(
+    root: Path | None, options: CheckpointConfig, mirrored: Mirrored = MappingProxyType({})
+) -> Choice:
     """Choose the checkpoints for a start; `root` holds the run's own, or gets them from the mirror.
 
     Raises:
         CheckpointError: if the options require one that does not exist, or forbid existing ones.
     """
     here, wanted = [] if root is None else find(root), options.resume_iteration
-    missing = [] if root is None else [(one, root / str(one)) for one in mirrored.keys() - {one for one, _ in here}]
+    missing = (
+        []
+        if root is None
+        else [(one, root / str(one)) for one in mirrored.keys() - {one for one, _ in here}]
+    )
     own = sorted([*here, *missing], key=lambda item: item[0], reverse=True)
     if own and options.load_policy == "never":
         place = root if here else f"--mirror={options.mirror}"
@@ -105,7 +123,11 @@ def choose(root: Path | None, options: CheckpointConfig, mirrored: Mirrored = Ma
         if wanted is None or own[0][0] <= wanted:
             return Choice(_only(own, wanted, root))
         newest = Choice(tuple(own), mirrored=mirrored).newest
-        if newest and newest[1].iteration > wanted and newest[1].config.get("resume_iteration") == wanted:
+        if (
+            newest
+            and newest[1].iteration > wanted
+            and newest[1].config.get("resume_iteration") == wanted
+        ):
             note = (
                 f"--resume_iteration={wanted} was followed by an earlier start: the run continues from {newest[0]}; "
                 "to go back again, move that folder away"
@@ -126,7 +148,8 @@ def choose(root: Path | None, options: CheckpointConfig, mirrored: Mirrored = Ma
 
 
 def set_aside(root: Path, iteration: int) -> Path | None:
-    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, or None if there are none.
+    """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, or None
+    if there are none.
 
     Raises:
         CheckpointError: if `root` cannot be read.
@@ -153,26 +176,37 @@ def set_aside(root: Path, iteration: int) -> Path | None:
     return target
 
 
-def _only(found: list[tuple[int, Path]], wanted: int | None, where: Path | None) -> tuple[tuple[int, Path], ...]:
+def _only(
+    found: list[tuple[int, Path]], wanted: int | None, where: Path | None
+) -> tuple[tuple[int, Path], ...]:
     chosen = tuple(item for item in found if wanted in (None, item[0]))
     if not chosen:
-        there = ", ".join(str(iteration) for iteration in sorted({iteration for iteration, _ in found})[-20:])
+        there = ", ".join(
+            str(iteration) for iteration in sorted({iteration for iteration, _ in found})[-20:]
+        )
         raise CheckpointError(
             f"--resume_iteration={wanted}: there is no checkpoint of this iteration in {where}; "
-            + (f"write one of these: {there}" if there else "it has none; leave the flag out to start from scratch")
+            + (
+                f"write one of these: {there}"
+                if there
+                else "it has none; leave the flag out to start from scratch"
+            )
         )
     return chosen
 
 
 def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints of --load_checkpoint_path: a checkpoint, a folder of them, or an experiment directory."""
+    """List the checkpoints of --load_checkpoint_path: a checkpoint, a folder of them, or an
+    experiment directory."""
     try:
         if (folder / MANIFEST_NAME).exists():
             return [(read(folder).iteration, folder)]
     except DamagedError as error:
         raise CheckpointError(f"{_FLAG}={folder}: {error}; restore it, or give another") from None
     except OSError as error:
-        raise CheckpointError(f"{_FLAG}={folder}: {reason(error)}; give a folder that can be read") from None
+        raise CheckpointError(
+            f"{_FLAG}={folder}: {reason(error)}; give a folder that can be read"
+        ) from None
     found = find(folder) or find(folder / "checkpoints")
     if not found:
         raise CheckpointError(
@@ -182,7 +216,8 @@ def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
     return found
 
 
-# -- resuming ---------------------------------------------------------------------------------------------------------
+# -- resuming
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Resumed(NamedTuple):
@@ -198,7 +233,8 @@ class Resumed(NamedTuple):
 
 
 def check_early(choice: Choice, config: Config, data: JsonObject) -> None:
-    """Reject a checkpoint of another architecture or other data before memory is allocated, on rank 0.
+    """Reject a checkpoint of another architecture or other data before memory is allocated, on rank
+    0.
 
     data: see `data.fingerprint.identity`.
 
@@ -224,14 +260,17 @@ def resume(
     leave: Callable[[int], None] = lambda iteration: None,
     repair: Callable[[int], bool | None] = lambda iteration: None,
 ) -> Resumed | None:
-    """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no checkpoint.
+    """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no
+    checkpoint.
 
-    root: the folder of the run's own checkpoints. load_sums: restores the running sums of the log. data: see
-    `data.fingerprint.identity`. leave: rank 0 calls it before it sets newer checkpoints aside, with the iteration to
-    go back to. repair: see `reading.load_first_good`.
+    root: the folder of the run's own checkpoints. load_sums: restores the running sums of the log.
+    data: see `data.fingerprint.identity`. leave: rank 0 calls it before it sets newer checkpoints
+    aside, with the iteration to go back to. repair: see `reading.load_first_good`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
-    found = reading.load_first_good(choice.found, where, model, distributed, logger.warning, rule, repair)
+    found = reading.load_first_good(
+        choice.found, where, model, distributed, logger.warning, rule, repair
+    )
     if found is None:
         return None
     folder, loaded = found
@@ -239,9 +278,16 @@ def resume(
     other_data = compatibility.check_data(loaded, config, data, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)
-    optimizer.load_state(compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer))
+    optimizer.load_state(
+        compatibility.optimizer_state(loaded.state, saved_by, config.optimizer.optimizer)
+    )
     load_sums(loaded.state["window"])
-    logger.info("resumed from %s at iteration %d%s", folder, loaded.iteration, _other_ranks(loaded, distributed))
+    logger.info(
+        "resumed from %s at iteration %d%s",
+        folder,
+        loaded.iteration,
+        _other_ranks(loaded, distributed),
+    )
     if choice.note:
         logger.warning(choice.note)
     if choice.goes_back and root is not None:
@@ -252,28 +298,43 @@ def resume(
             return None if moved is None else str(moved)
 
         if (moved := rank_0_works(distributed, move)) is not None:
-            logger.warning("  newer checkpoints were moved to %s; delete them when they are not needed", moved)
+            logger.warning(
+                "  newer checkpoints were moved to %s; delete them when they are not needed", moved
+            )
     if config.averaging.enabled and optimizer.averaging.updates == 0:
-        logger.info("  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type)
+        logger.info(
+            "  averaging (--ema_type=%s) begins now, from these weights", config.averaging.ema_type
+        )
     for change in other_data:
         logger.warning("  allowed by --allow_data_change=1: %s", change)
     _log_changes(loaded, config, data, logger)
     state, is_own = loaded.state, folder.parent == root
     history = history_of(loaded) if is_own else None
     due, origin = state.get("evaluation_due", False), state.get("origin", {})
-    return Resumed(loaded.iteration, origin, counts_of(loaded), due, folder, state.get("best"), history)
+    return Resumed(
+        loaded.iteration, origin, counts_of(loaded), due, folder, state.get("best"), history
+    )
 
 
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
-    """Return a line ending that names the ranks that saved a checkpoint; empty if the layout is the same."""
+    """Return a line ending that names the ranks that saved a checkpoint; empty if the layout is the
+    same."""
     saved, current = loaded.grid, {"pipeline": distributed.pipeline, "tensor": distributed.tensor}
-    flags = [f"--{name}_parallel={saved[name]}" for name in current if saved[name] != current[name].world_size]
+    flags = [
+        f"--{name}_parallel={saved[name]}"
+        for name in current
+        if saved[name] != current[name].world_size
+    ]
     if loaded.world_size == distributed.world_size and not flags:
         return ""
-    return f", saved by {counted(loaded.world_size, 'rank')}{' with ' * bool(flags)}{' '.join(flags)}"
+    return (
+        f", saved by {counted(loaded.world_size, 'rank')}{' with ' * bool(flags)}{' '.join(flags)}"
+    )
 
 
-def _log_changes(loaded: Manifest, config: Config, data: JsonObject, logger: logging.Logger) -> None:
+def _log_changes(
+    loaded: Manifest, config: Config, data: JsonObject, logger: logging.Logger
+) -> None:
     """Log how the configuration differs from the checkpoint's."""
     for difference in compatibility.differences(loaded.config, config, compatibility.DATA, None):
         if difference.name not in compatibility.NAMES_OF_A_RUN:
@@ -282,7 +343,10 @@ def _log_changes(loaded: Manifest, config: Config, data: JsonObject, logger: log
     for line in (*other_evaluations, *compatibility.wrong_frozen_layers(loaded)):
         logger.warning(line)
     now = loaded.config, config, loaded.iteration
-    for warning in (compatibility.moved_samples(*now, counts_of(loaded)["sets"]), compatibility.moved_rate(*now)):
+    for warning in (
+        compatibility.moved_samples(*now, counts_of(loaded)["sets"]),
+        compatibility.moved_rate(*now),
+    ):
         if warning is not None:
             logger.warning(warning)
     for line in compatibility.schedule_table(loaded.config, config, loaded.iteration):

@@ -1,7 +1,9 @@
-"""Retention: which checkpoints to delete, as a pure function, the deletion, and warnings if the next will not fit.
+"""Retention: which checkpoints to delete, as a pure function, the deletion, and warnings if the
+next will not fit.
 
-A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the configuration that saved it
-(in its manifest) or in the current one. All other checkpoints are temporary.
+A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the
+configuration that saved it (in its manifest) or in the current one. All other checkpoints are
+temporary.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
 
-Known = dict[Identity | None, bool]  # complete checkpoints, and whether each was permanent when it was saved
+Known = dict[
+    Identity | None, bool
+]  # complete checkpoints, and whether each was permanent when it was saved
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
-    """Whether the first rule that covers an iteration names it. No rule applies after the last `until`."""
+    """Whether the first rule that covers an iteration names it. No rule applies after the last
+    `until`."""
     rule = next((rule for rule in rules if rule.until is None or iteration <= rule.until), None)
     return rule is not None and iteration % rule.every == 0
 
 
 def was_permanent(iteration: int, saved: dict[str, Any]) -> bool:
-    """Whether a checkpoint with this flat saved configuration was permanent; True if its rules are not readable."""
+    """Whether a checkpoint with this flat saved configuration was permanent; True if its rules are
+    not readable."""
     try:
         return is_permanent(iteration, keep_rules(saved.get("keep_checkpoints", [])))
     except (UsageError, TypeError, AttributeError):
@@ -54,20 +60,29 @@ def checkpoints_to_delete(
     after: int | None = None,
     held: Collection[int] = (),
 ) -> list[int]:
-    """Return the iterations to delete, oldest first: the temporary ones that are not among the newest `keep`.
+    """Return the iterations to delete, oldest first: the temporary ones that are not among the
+    newest `keep`.
 
     Args:
         saved: the iteration of every complete checkpoint, and whether it is permanent.
         keep: --max_checkpoints.
-        newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation and are neither
-            counted nor deleted, so that the newest save always stays.
-        after: keep all iterations up to this one, saved by earlier starts; None: delete these as well.
-        held: iterations that also stay, to replay a bad step.
+        newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation
+            and are neither counted nor deleted, so that the newest save always stays.
+        after: keep all iterations up to this one, saved by earlier starts; None: delete these as
+        well. held: iterations that also stay, to replay a bad step.
     """
     assert keep >= 1, f"{keep}: a run without a checkpoint cannot resume"
     counted = sorted(iteration for iteration in saved if newest is None or iteration <= newest)
-    stays = {*counted[-keep:], *held, *(iteration for iteration, permanent in saved.items() if permanent)}
-    return [iteration for iteration in counted if iteration not in stays and (after is None or iteration > after)]
+    stays = {
+        *counted[-keep:],
+        *held,
+        *(iteration for iteration, permanent in saved.items() if permanent),
+    }
+    return [
+        iteration
+        for iteration in counted
+        if iteration not in stays and (after is None or iteration > after)
+    ]
 
 
 def prune(
@@ -79,20 +94,25 @@ def prune(
     held: Collection[int] = (),
     known: Known | None = None,
 ) -> None:
-    """Delete the temporary checkpoints beyond the newest `keep` (None: keep all) after a successful save, on rank 0.
+    """Delete the temporary checkpoints beyond the newest `keep` (None: keep all) after a successful
+    save, on rank 0.
 
-    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A failed deletion
-    only logs a warning. See `checkpoints_to_delete`; `rules`: those of --keep_checkpoints.
+    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A
+    failed deletion only logs a warning. See `checkpoints_to_delete`; `rules`: those of
+    --keep_checkpoints.
 
-    known: what earlier calls of this start have read, so that a save costs the same with any number of
-    checkpoints: only new ones are read, and those to delete once more. Permanent ones beyond the newest never are.
+    known: what earlier calls of this start have read, so that a save costs the same with any number
+    of checkpoints: only new ones are read, and those to delete once more. Permanent ones beyond the
+    newest never are.
     """
     if keep is None:
         return
     try:
         found = names.find_checkpoints(root)
     except OSError as error:
-        files.logger.warning("no old checkpoint is deleted: cannot read %s: %s", root, reason(error))
+        files.logger.warning(
+            "no old checkpoint is deleted: cannot read %s: %s", root, reason(error)
+        )
         return
     saved, known = dict[int, bool](), {} if known is None else known
     for iteration, folder in found:
@@ -119,13 +139,19 @@ def prune(
 
 
 def best_of(folder: Path) -> set[int]:
-    """Return the best iteration so far according to a checkpoint, from which a resume goes on; the set may be empty."""
+    """Return the best iteration so far according to a checkpoint, from which a resume goes on; the
+    set may be empty."""
     content = good_manifest(folder)
-    return {content.state["best"]["iteration"]} if content is not None and "best" in content.state else set()
+    return (
+        {content.state["best"]["iteration"]}
+        if content is not None and "best" in content.state
+        else set()
+    )
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free bytes for this user at a path, or at its nearest existing parent; None if unknown."""
+    """Return the free bytes for this user at a path, or at its nearest existing parent; None if
+    unknown."""
     try:
         usage = os.statvfs(next(parent for parent in (path, *path.parents) if parent.exists()))
     except (OSError, StopIteration):
@@ -143,11 +169,18 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
     options, train_iters = config.checkpoint, config.training.train_iters
     left, there = max(0, train_iters - done), len(names.find_checkpoints(root))
     permanent = num_permanent(done, train_iters, keep_rules(options.keep_checkpoints))
-    saves = min(left, 1) if options.checkpoint_interval is None else -(-left // options.checkpoint_interval)
+    saves = (
+        min(left, 1)
+        if options.checkpoint_interval is None
+        else -(-left // options.checkpoint_interval)
+    )
     if options.max_checkpoints is None:
         more = max(saves, permanent)
     else:
-        more = additional(there, saves, options.max_checkpoints + (options.keep_best is not None)) + permanent
+        more = (
+            additional(there, saves, options.max_checkpoints + (options.keep_best is not None))
+            + permanent
+        )
     if more * num_bytes <= free:
         return None
     return (
@@ -157,7 +190,8 @@ def lack_at_start(root: Path | None, num_bytes: int, config: Config, done: int) 
 
 
 def additional(there: int, saves: int, keep: int | None) -> int:
-    """Return how many more checkpoints will exist at once. One is written before an old one is deleted."""
+    """Return how many more checkpoints will exist at once. One is written before an old one is
+    deleted."""
     if keep is None or there + saves <= keep:
         return saves
     return max(0, keep - there) + 1

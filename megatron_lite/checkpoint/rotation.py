@@ -1,7 +1,9 @@
-"""Checkpoints that a live run deletes or replaces while another program reads them: look again for the newest.
+"""Checkpoints that a live run deletes or replaces while another program reads them: look again for
+the newest.
 
-A reader pins a listed folder before it reads there. Whatever goes wrong afterwards is damage if the folder is still
-the same, and rotation if it is not: a run renames a checkpoint before it deletes its files. Imports no torch.
+A reader pins a listed folder before it reads there. Whatever goes wrong afterwards is damage if the
+folder is still the same, and rotation if it is not: a run renames a checkpoint before it deletes
+its files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from megatron_lite.errors import RotatedError
 
 T = TypeVar("T")
 Identity = tuple[int, int]
-ATTEMPTS = 20  # a run that saves faster than its checkpoints can be read must not keep a reader for ever
+ATTEMPTS = (
+    20  # a run that saves faster than its checkpoints can be read must not keep a reader for ever
+)
 
 
 def identity(folder: Path) -> Identity | None:
-    """Return what tells a folder from a later one of its name, also where inodes are used again; None without one."""
+    """Return what tells a folder from a later one of its name, also where inodes are used again;
+    None without one."""
     with contextlib.suppress(OSError):
         found = folder.lstat()
         return found.st_ino, found.st_mtime_ns
@@ -27,12 +32,15 @@ def identity(folder: Path) -> Identity | None:
 
 
 def pinned(folder: Path) -> Callable[[], None]:
-    """Return a check of a folder that was listed; it raises RotatedError once the folder is gone or another."""
+    """Return a check of a folder that was listed; it raises RotatedError once the folder is gone or
+    another."""
     before = identity(folder)
 
     def check() -> None:
         if before is None or identity(folder) != before:
-            raise RotatedError(f"{folder}: its run deleted or replaced it while it was read; try again")
+            raise RotatedError(
+                f"{folder}: its run deleted or replaced it while it was read; try again"
+            )
 
     return check
 

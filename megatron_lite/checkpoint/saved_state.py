@@ -1,7 +1,8 @@
-"""The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its options.
+"""The types of a run's state in a manifest (optimizer, guards, log, data), and a check of its
+options.
 
-New checkpoint state must be added to `RUN_STATE`: `manifest.dump` refuses to write what could not be read again. Keys
-that may be absent are missing in checkpoints of older versions.
+New checkpoint state must be added to `RUN_STATE`: `manifest.dump` refuses to write what could not
+be read again. Keys that may be absent are missing in checkpoints of older versions.
 """
 
 from __future__ import annotations
@@ -49,31 +50,47 @@ def _is_hex(value: str) -> bool:
 
 
 def _is_iteration(value: str) -> bool:
-    return _is_hex(value) and float.fromhex(value).is_integer() and 0 <= float.fromhex(value) <= 2**53
+    return (
+        _is_hex(value) and float.fromhex(value).is_integer() and 0 <= float.fromhex(value) <= 2**53
+    )
 
 
 Finite = Annotated[float, Rule("a finite number", math.isfinite)]
 NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: 0 <= value < math.inf)]
 Scale = Annotated[
-    float, Rule("a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == math.inf)
+    float,
+    Rule(
+        "a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == math.inf
+    ),
 ]
 # A scale of 8-bit factors, and the ages and sizes of the magnitudes that it may come from.
-Magnitude = Annotated[float, Rule("a number >= 0 that fits fp32", lambda value: 0 <= value <= LARGEST_FP32)]
+Magnitude = Annotated[
+    float, Rule("a number >= 0 that fits fp32", lambda value: 0 <= value <= LARGEST_FP32)
+]
 DelayedScale = tuple[Scale, list[tuple[Count, Magnitude]]]
 HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
 HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
-Digest = Annotated[str, Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None)]
+Digest = Annotated[
+    str,
+    Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None),
+]
 EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", EMA_TYPES.__contains__)]
-Sha256 = Annotated[str, Rule("64 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{64}", value) is not None)]
+Sha256 = Annotated[
+    str,
+    Rule("64 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{64}", value) is not None),
+]
 TokenDtype = Annotated[
-    str, Rule("the dtype of tokens", {"uint8", "int8", "int16", "int32", "int64", "uint16"}.__contains__)
+    str,
+    Rule(
+        "the dtype of tokens", {"uint8", "int8", "int16", "int32", "int64", "uint16"}.__contains__
+    ),
 ]
 _TOKENIZER = {"tokenizer_sha256?": Sha256, "tokenizer_size?": Count}  # of the data
 
 
-# A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`, the clipping of
-# the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`, `History`; that of the data is
-# `data.fingerprint.identity`.
+# A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`,
+# the clipping of the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`, `History`; that
+# of the data is `data.fingerprint.identity`.
 RUN_STATE = {
     "optimizer": {
         "updates": Count,
@@ -85,19 +102,31 @@ RUN_STATE = {
                 "last": tuple[HexFloat, HexFloat, HexFloat, HexFloat, HexIteration],
             },
         },
-        "rule?": {"clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}},
+        "rule?": {
+            "clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}
+        },
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
-        "scales?": dict[str, tuple[DelayedScale, DelayedScale, DelayedScale]],  # of input, weight and gradient
+        "scales?": dict[
+            str, tuple[DelayedScale, DelayedScale, DelayedScale]
+        ],  # of input, weight and gradient
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
     "origin?": JsonObject,  # see `huggingface.origin`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "counts?": {
-        "stages?": list[tuple[Count, Count, Count]],  # start, size and length of `schedules.batch_size.Segment`
+        "stages?": list[
+            tuple[Count, Count, Count]
+        ],  # start, size and length of `schedules.batch_size.Segment`
         "sets?": list[tuple[Digest, str, PositiveCount, PositiveCount, Count]],
     },
-    "best?": {"measured": Digest, "value": HexFloat, "iteration": Count, "seen": Count, "bad": Count},
+    "best?": {
+        "measured": Digest,
+        "value": HexFloat,
+        "iteration": Count,
+        "seen": Count,
+        "bad": Count,
+    },
     "data?": {
         "sets": list[tuple[Count, Count, TokenDtype, Digest]],
         "tokenizer": Digest | None,
@@ -113,10 +142,17 @@ TRAINING = {"sequence_length?": PositiveCount, **_TOKENIZER}
 
 def training_facts(sequence_length: int, data: JsonObject) -> JsonObject:
     """Return what is known of a training, see `TRAINING`. data: that of RUN_STATE."""
-    return {"sequence_length": sequence_length} | {key: data[key] for key in data if f"{key}?" in _TOKENIZER}
+    return {"sequence_length": sequence_length} | {
+        key: data[key] for key in data if f"{key}?" in _TOKENIZER
+    }
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "batch_size_schedule": lambda value: value and parse_schedule(tuple(value)),
     "keep_checkpoints": keep_rules,
@@ -127,7 +163,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 def with_current_names(config: JsonObject) -> JsonObject:
     """Return a flat saved configuration with today's names, without those of `REMOVED`.
 
-    In earlier versions each length of the schedule was two options: iterations, and a share that came before them.
+    In earlier versions each length of the schedule was two options: iterations, and a share that
+    came before them.
     """
     current = {name: value for name, value in config.items() if name not in REMOVED}
     for flag in FLAGS.values():
@@ -138,10 +175,11 @@ def with_current_names(config: JsonObject) -> JsonObject:
 
 
 def check_options(config: JsonObject) -> None:
-    """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of its flags.
+    """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of
+    its flags.
 
-    Ignore unknown options and use defaults for missing ones: another version of the program may have written the
-    checkpoint.
+    Ignore unknown options and use defaults for missing ones: another version of the program may
+    have written the checkpoint.
 
     Raises:
         DamagedError: names the first option with a value that its flag cannot take.
@@ -176,5 +214,7 @@ def check_value(flag: Flag, value: Any) -> None:
         if type(item) is int and abs(item) > LARGEST_INTEGER:
             raise BadValueError("too large for a 64-bit integer")
         if type(item) is str:
-            parse_text(item[:LONGEST_TEXT] if flag.secret else item)  # a list of names may be longer
+            parse_text(
+                item[:LONGEST_TEXT] if flag.secret else item
+            )  # a list of names may be longer
     check_bounds(flag, tuple(value) if flag.is_list else value)

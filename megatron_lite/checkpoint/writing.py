@@ -1,12 +1,15 @@
-"""Save a training checkpoint: root/<iteration>/ with one safetensors file per rank and manifest.json.
+"""Save a training checkpoint: root/<iteration>/ with one safetensors file per rank and
+manifest.json.
 
-Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>`. Once all have succeeded, rank 0 adds
-the manifest, syncs, and renames the folder to its final name: a checkpoint is complete or does not exist.
+Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>`. Once all have
+succeeded, rank 0 adds the manifest, syncs, and renames the folder to its final name: a checkpoint
+is complete or does not exist.
 
-With --async_checkpoint, a thread per rank copies the shards into host memory and writes the files. Only an update
-changes shards, so training continues with the next forward and backward pass while they are copied, and the update
-waits for the rest of the copy. The threads do not communicate: between two iterations the main threads agree, over the
-CPU group, on whether all files are written; then they gather sizes and checksums, and rank 0's thread publishes.
+With --async_checkpoint, a thread per rank copies the shards into host memory and writes the files.
+Only an update changes shards, so training continues with the next forward and backward pass while
+they are copied, and the update waits for the rest of the copy. The threads do not communicate:
+between two iterations the main threads agree, over the CPU group, on whether all files are written;
+then they gather sizes and checksums, and rank 0's thread publishes.
 """
 
 from __future__ import annotations
@@ -31,9 +34,22 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.files import SavedFile, TensorToWrite, WrittenFile, check_sizes, logger
+from megatron_lite.checkpoint.files import (
+    SavedFile,
+    TensorToWrite,
+    WrittenFile,
+    check_sizes,
+    logger,
+)
 from megatron_lite.checkpoint.manifest import Manifest, tensor_name
-from megatron_lite.checkpoint.names import MANIFEST_NAME, is_folder, new_nonce, rank_file, reason, work_path
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    is_folder,
+    new_nonce,
+    rank_file,
+    reason,
+    work_path,
+)
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.distributed.process_group import Distributed
@@ -57,8 +73,8 @@ class Save:
 
     Args:
         state: JSON, the same on every rank.
-        check: called by rank 0 before it creates and before it publishes the folder; raises a RunError if the directory
-            above `root` no longer belongs to this run.
+        check: called by rank 0 before it creates and before it publishes the folder; raises a
+            RunError if the directory above `root` no longer belongs to this run.
     """
 
     def __init__(
@@ -110,7 +126,9 @@ class Save:
             OSError: if it cannot be written.
         """
         if not self._temporary.is_dir():
-            raise OSError(errno.ENOENT, "the folder is not visible here, all ranks need the same file system")
+            raise OSError(
+                errno.ENOENT, "the folder is not visible here, all ranks need the same file system"
+            )
         self._own_path.unlink(missing_ok=True)
         metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
         shown = shown and self._distributed.rank == 0
@@ -123,7 +141,9 @@ class Save:
         Raises:
             StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
         """
-        gathered = write_together(self._distributed, self._what, self._own_path, write, _num_bytes(self.tensors))
+        gathered = write_together(
+            self._distributed, self._what, self._own_path, write, _num_bytes(self.tensors)
+        )
         return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
 
     def confirm(self, complete: Callable[[], None]) -> None:
@@ -131,7 +151,8 @@ class Save:
         write_together(self._distributed, self._what, self.folder, complete)
 
     def complete(self, written: list[WrittenFile]) -> None:
-        """Add the manifest and rename, on rank 0; any thread may call this, and retry after a failure.
+        """Add the manifest and rename, on rank 0; any thread may call this, and retry after a
+        failure.
 
         Raises:
             OSError: if it cannot be written.
@@ -157,10 +178,13 @@ class Save:
         files.write_text(path, manifest.dump(content))
         sync_folder(self._temporary)
         self._check()
-        files.publish(self._temporary, self.folder, lambda folder: good_manifest(folder) is not None)
+        files.publish(
+            self._temporary, self.folder, lambda folder: good_manifest(folder) is not None
+        )
 
     def _is_published(self) -> bool:
-        """Return whether a failed attempt has published the checkpoint; undo it if it is incomplete."""
+        """Return whether a failed attempt has published the checkpoint; undo it if it is
+        incomplete."""
         if is_folder(self._temporary):
             return False
         content = good_manifest(self.folder)
@@ -188,13 +212,16 @@ def write_now(save: Save) -> int:
 
 
 def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
-    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at a time.
+    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at
+    a time.
 
     parts: with their stages.
     """
     found = []
     for index, part in parts:
-        assert part.frozen or part.has_state, f"stage {index}: a checkpoint needs moments, this model is for inference"
+        assert part.frozen or part.has_state, (
+            f"stage {index}: a checkpoint needs moments, this model is for inference"
+        )
         for kind, dtype in part.kinds().items():
             name, read = tensor_name(index, part.frozen, kind), partial(part.read, kind)
             found.append(TensorToWrite(name, dtype, (part.numel(kind),), read))
@@ -215,11 +242,13 @@ def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
         return None
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------
+# -- sizes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def shards_bytes(model: MultiStage, ranks: int) -> int:
-    """Return the bytes of all ranks' shards in a checkpoint, 0 for inference; headers and manifest add little.
+    """Return the bytes of all ranks' shards in a checkpoint, 0 for inference; headers and manifest
+    add little.
 
     ranks: with the same layers.
     """
@@ -231,13 +260,18 @@ def _num_bytes(tensors: Iterable[TensorToWrite]) -> int:
 
 
 def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
-    """Return the bytes of all ranks' files in a checkpoint, including headers; without --pipeline_first."""
+    """Return the bytes of all ranks' files in a checkpoint, including headers; without
+    --pipeline_first."""
     total = 0
     peers = world_size // model.ranks.world_size
     rank_of = model.pipeline.rank_of
-    kinds = Counter((rank // peers, len(str(rank))) for rank in range(world_size))  # digits of the rank in the header
+    kinds = Counter(
+        (rank // peers, len(str(rank))) for rank in range(world_size)
+    )  # digits of the rank in the header
     for (pipeline_rank, digits), ranks in kinds.items():
-        tensors = tensors_of(part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank)
+        tensors = tensors_of(
+            part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank
+        )
         shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
         metadata = manifest.file_metadata(new_nonce(), iteration, 10**digits - 1)
         total += ranks * (len(files.safetensors_header(shapes, metadata)) + _num_bytes(tensors))
@@ -246,17 +280,27 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
 
 def host_copy_bytes(config: Config, model: MultiStage) -> int:
     """Return the host memory in bytes that a rank needs for --async_checkpoint; 0 without it."""
-    if not (config.checkpoint.async_checkpoint and config.run.experiment_dir is not None and model.training):
+    if not (
+        config.checkpoint.async_checkpoint
+        and config.run.experiment_dir is not None
+        and model.training
+    ):
         return 0
-    held = [[round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors] for tensors in _stored(model)]
-    joined = max((sum(sizes) for sizes in held if len(sizes) > 1), default=0)  # one at a time, when it is written
+    held = [
+        [round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors] for tensors in _stored(model)
+    ]
+    joined = max(
+        (sum(sizes) for sizes in held if len(sizes) > 1), default=0
+    )  # one at a time, when it is written
     return sum(map(sum, held)) + joined
 
 
 def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
-    """List the tensors that hold each of a rank's `tensors_of`: the two halves of split weights, of others the shard.
+    """List the tensors that hold each of a rank's `tensors_of`: the two halves of split weights, of
+    others the shard.
 
-    Joining the halves on the GPU would take memory there, which a side stream's pool never gives back to training.
+    Joining the halves on the GPU would take memory there, which a side stream's pool never gives
+    back to training.
     """
     return [
         part.weights.stored if kind == "weights" else (part.read(kind),)
@@ -265,7 +309,8 @@ def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
     ]
 
 
-# -- in a thread ------------------------------------------------------------------------------------------------------
+# -- in a thread
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -289,7 +334,8 @@ class Finished(NamedTuple):
 
 
 class BackgroundSaves:
-    """Asynchronous checkpointing: a copy of the shards in host memory, and at most one save in flight.
+    """Asynchronous checkpointing: a copy of the shards in host memory, and at most one save in
+    flight.
 
     Call `wait_for_copy` before anything changes the shards.
 
@@ -303,9 +349,13 @@ class BackgroundSaves:
         places = [round_up(tensor.nbytes, _ALIGNMENT) for tensor in chain.from_iterable(stored)]
         slab = _host_memory(sum(places), distributed.device)
         if distributed.device.type == "cuda" and _pin(slab, distributed.device):
-            weakref.finalize(self, _unpin, slab).atexit = False  # the driver does it, even if the GPU hangs
+            weakref.finalize(
+                self, _unpin, slab
+            ).atexit = False  # the driver does it, even if the GPU hangs
         pieces = iter(slab.split(places))
-        self._copies = [[next(pieces)[: one.nbytes].view(one.dtype) for one in tensors] for tensors in stored]
+        self._copies = [
+            [next(pieces)[: one.nbytes].view(one.dtype) for one in tensors] for tensors in stored
+        ]
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._hurry = threading.Event()
@@ -330,7 +380,8 @@ class BackgroundSaves:
             self._pending.blocked_s += time.perf_counter() - start_s
 
     def advance(self) -> bool:
-        """Advance the save without waiting; return whether `finish` would not wait. All ranks call this together."""
+        """Advance the save without waiting; return whether `finish` would not wait. All ranks call
+        this together."""
         if self._pending is None:
             return False
         job = self._pending.job
@@ -342,12 +393,14 @@ class BackgroundSaves:
         return state != _WORKING
 
     def finish(self, hurry: bool = False) -> Finished | None:
-        """Wait until the checkpoint is published; None if no save is pending. All ranks call this together.
+        """Wait until the checkpoint is published; None if no save is pending. All ranks call this
+        together.
 
         hurry: retry failed writes without a pause.
 
         Raises:
-            StorageError: on every rank, if any rank could not write; older checkpoints are untouched.
+            StorageError: on every rank, if any rank could not write; older checkpoints are
+            untouched.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -370,7 +423,9 @@ class BackgroundSaves:
         try:
             _copy_all(self._copies, _stored(self._model), self._distributed.device)
             pairs = zip(self._copies, save.tensors, strict=True)
-            save.tensors = [tensor._replace(read=partial(weights_of, copy)) for copy, tensor in pairs]
+            save.tensors = [
+                tensor._replace(read=partial(weights_of, copy)) for copy, tensor in pairs
+            ]
         finally:
             copied.set()
         return self._insist(save, save.write)
@@ -378,7 +433,9 @@ class BackgroundSaves:
     def _publish(self, pending: _Pending) -> list[WrittenFile]:
         """Gather sizes and checksums, and let rank 0's thread publish."""
         written = pending.written = pending.save.gather(pending.job.result)
-        pending.job = self._pool.submit(self._insist, pending.save, partial(pending.save.complete, written))
+        pending.job = self._pool.submit(
+            self._insist, pending.save, partial(pending.save.complete, written)
+        )
         return written
 
     def _insist(self, save: Save, action: Callable[[], T]) -> T:
@@ -388,16 +445,23 @@ class BackgroundSaves:
                 return action()
             except OSError as error:
                 text = "cannot write the checkpoint of iteration %d: %s; trying again in %.0f s (%d of %d)"
-                logger.warning(text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries)
+                logger.warning(
+                    text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries
+                )
             self._hurry.wait(pause_s(attempt))
         return action()
 
 
-def _copy_all(copies: Sequence[Sequence[Tensor]], stored: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-    """Copy tensors into host memory; on a GPU, on the thread's own stream, overlapped with training."""
+def _copy_all(
+    copies: Sequence[Sequence[Tensor]], stored: Sequence[Sequence[Tensor]], device: torch.device
+) -> None:
+    """Copy tensors into host memory; on a GPU, on the thread's own stream, overlapped with
+    training."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):  # None: nothing changes
-        for copy, tensor in zip(chain.from_iterable(copies), chain.from_iterable(stored), strict=True):
+        for copy, tensor in zip(
+            chain.from_iterable(copies), chain.from_iterable(stored), strict=True
+        ):
             copy.copy_(tensor, non_blocking=True)
         if stream is not None:
             stream.synchronize()
@@ -408,17 +472,22 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(num_bytes, dtype=torch.uint8).fill_(1)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # a forked loader would get a copy of pages that a device may write
+    pages.madvise(
+        mmap.MADV_DONTFORK
+    )  # a forked loader would get a copy of pages that a device may write
     return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
 def _pin(slab: Tensor, device: torch.device) -> bool:
-    """Pin host memory, or warn if the driver refuses. torch's own pinned tensors take up to twice their size."""
+    """Pin host memory, or warn if the driver refuses. torch's own pinned tensors take up to twice
+    their size."""
     error = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
     if error:
         text = "asynchronous checkpoints: CUDA cannot pin %.2f GiB of host memory (error %d); copies will be slower"
         logger.warning(text, slab.nbytes / _GIB, error)
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which torch checks
+        with contextlib.suppress(
+            RuntimeError
+        ):  # CUDA keeps the error for the next kernel, which torch checks
             torch.ones(1, device=device)
     return not error
 
@@ -427,8 +496,11 @@ def _unpin(slab: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
-def open_background(config: Config, model: MultiStage, distributed: Distributed) -> BackgroundSaves | None:
-    """Allocate the host memory of --async_checkpoint; None without it. All ranks call this together.
+def open_background(
+    config: Config, model: MultiStage, distributed: Distributed
+) -> BackgroundSaves | None:
+    """Allocate the host memory of --async_checkpoint; None without it. All ranks call this
+    together.
 
     Raises:
         OutOfMemoryError: on every rank, if the ranks of a machine need more than is left.
@@ -447,4 +519,6 @@ def open_background(config: Config, model: MultiStage, distributed: Distributed)
         logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
 
     together(distributed, check_memory)  # no rank allocates before all have checked
-    return together(distributed, lambda: BackgroundSaves(model, distributed, config.checkpoint.save_retries))
+    return together(
+        distributed, lambda: BackgroundSaves(model, distributed, config.checkpoint.save_retries)
+    )

@@ -34,16 +34,22 @@ Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or 
 
 
 def help_text(everything: bool) -> str:
-    """Return the text of `--help`, or of `--help_all`: all options with bounds and aliases, and all foreign flags."""
+    """Return the text of `--help`, or of `--help_all`: all options with bounds and aliases, and all
+    foreign flags."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
-        shown = [flag for flag in FLAGS.values() if flag.area == area and (everything or flag.basic)]
+        shown = [
+            flag for flag in FLAGS.values() if flag.area == area and (everything or flag.basic)
+        ]
         if shown:
             lines += ["", f"{owner.__doc__}:"]
         for flag in shown:
             lines += _help_lines(flag, everything)
     if everything:
-        lines += ["", "Flags of other programs that are accepted only with these values, which change nothing:"]
+        lines += [
+            "",
+            "Flags of other programs that are accepted only with these values, which change nothing:",
+        ]
         for name, row in refused().items():
             lines += _two_columns(f"--{name}={'|'.join(row.only)}", row.remark)
         lines += ["", "Values that are refused:"]
@@ -91,9 +97,12 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """Return the lines of one entry; if the left text overflows its column, the right text starts on a new line."""
+    """Return the lines of one entry; if the left text overflows its column, the right text starts
+    on a new line."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
-    own_line = textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
+    own_line = (
+        textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
+    )
     first = indent if own_line else start
     return own_line + textwrap.wrap(
         right, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
@@ -101,10 +110,11 @@ def _two_columns(left: str, right: str) -> list[str]:
 
 
 def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
-    """Return two lists that a run logs at startup, each followed by `derived`: all options, and those set by the user.
+    """Return two lists that a run logs at startup, each followed by `derived`: all options, and
+    those set by the user.
 
-    config: resolved. The first list is dotted, and `*` marks options that differ from their default, which may be
-    derived; the second has those alone, as typed.
+    config: resolved. The first list is dotted, and `*` marks options that differ from their
+    default, which may be derived; the second has those alone, as typed.
     """
     usual = defaults(config)
     every = list[str]()
@@ -117,8 +127,16 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
             typed.append(f"--{name}={text if text != whole else shlex.quote(whole)}")
     others = [_dotted(name, text, " ") for name, text in derived.items()]
     every += [" derived ".center(72, "-"), *others] if others else []
-    dotted = [" arguments (* differs from the default) ".center(72, "-"), *every, " end of arguments ".center(72, "-")]
-    where = "" if config.run.experiment_dir is None else f" (all are in {config.run.experiment_dir}/config.json)"
+    dotted = [
+        " arguments (* differs from the default) ".center(72, "-"),
+        *every,
+        " end of arguments ".center(72, "-"),
+    ]
+    where = (
+        ""
+        if config.run.experiment_dir is None
+        else f" (all are in {config.run.experiment_dir}/config.json)"
+    )
     short = [f"arguments that differ from the default{where}:", *_wrapped(typed), *others]
     return "\n".join(dotted), "\n".join(short)
 

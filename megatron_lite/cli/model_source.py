@@ -1,6 +1,7 @@
 """Model options from a preset or from pretrained weights instead of flags.
 
-With pretrained weights, two flags decide whether the checkpoint or the command line sets the options:
+With pretrained weights, two flags decide whether the checkpoint or the command line sets the
+options:
 
     --use_pretrained_config  --ignore_pretrained_config
     1                        0       the checkpoint fills in the options; a flag that contradicts it is an error
@@ -8,11 +9,12 @@ With pretrained weights, two flags decide whether the checkpoint or the command 
     0                        0       flags and defaults set the options; a difference from the checkpoint is an error
     0                        1       flags and defaults set the options; the shapes must fit
 
-Options that do not change the meaning of the weights may always differ: see `compatibility.FREE`. Once the experiment
-directory has a checkpoint, that model is used, and a resumed run no longer needs the pretrained folder.
+Options that do not change the meaning of the weights may always differ: see `compatibility.FREE`.
+Once the experiment directory has a checkpoint, that model is used, and a resumed run no longer
+needs the pretrained folder.
 
-This happens during parsing, so that validation, banner and dry run see the model. Reading a Hugging Face folder imports
-no torch.
+This happens during parsing, so that validation, banner and dry run see the model. Reading a Hugging
+Face folder imports no torch.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ from megatron_lite.validation.rules import Note
 
 # Options that only affect initial weights.
 INITIAL = frozenset(name for name in FREE if "init" in name)
-# Option -> options that depend on its value: if a flag changes it, their values from the model are dropped.
+# Option -> options that depend on its value: if a flag changes it, their values from the model are
+# dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_dropout": ("embedding_dropout",),
-        "init_method_std": tuple(sorted(name for name in FREE if name.startswith("init_method_std_"))),
+        "init_method_std": tuple(
+            sorted(name for name in FREE if name.startswith("init_method_std_"))
+        ),
         "rotary_base": ("rotary_embedding_scale",),
         "rotary_embedding_scale": ("rotary_base",),
         "rope_type": ROPE_OPTIONS,
@@ -60,7 +65,8 @@ class Stated(NamedTuple):
 
 
 def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
-    """Return the given options plus those of the preset or the pretrained checkpoint, and notes on their source.
+    """Return the given options plus those of the preset or the pretrained checkpoint, and notes on
+    their source.
 
     Raises:
         CheckpointError: if the checkpoint cannot be used, or contradicts the given options.
@@ -73,25 +79,37 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
         from megatron_lite.corpus.remote_copy import cache_of, local_copy
 
         cache = cache_of(typed.get("dataset_cache"), typed.get("experiment_dir"))
-        path = typed["pretrained_checkpoint_path"] = local_copy(path, "pretrained_checkpoint_path", cache)
+        path = typed["pretrained_checkpoint_path"] = local_copy(
+            path, "pretrained_checkpoint_path", cache
+        )
     loads = given.get("load_parts") != ("architecture",)
     if loads and given.get("resize_vocabulary") != "random":
         # Only typed options: the folder's own values are no reason to warn.
         reason = "has no effect with --pretrained_checkpoint_path, because no weight is initialized"
-        notes += tuple(Note(f"--{name} {reason}", is_warning=True) for name in sorted(INITIAL & given.keys()))
+        notes += tuple(
+            Note(f"--{name} {reason}", is_warning=True) for name in sorted(INITIAL & given.keys())
+        )
     values, found = _with_stated_model(typed, Path(path))
     if found is not None:
         notes += (Note(f"the architecture is taken from {found.where}"),)
         values = _with_export_type(values, found.model_type)
     tokenizer = Path(path, "tokenizer.json")
-    if loads and values.get("dataset_source") != "random" and "tokenizer_file" not in values and tokenizer.is_file():
+    if (
+        loads
+        and values.get("dataset_source") != "random"
+        and "tokenizer_file" not in values
+        and tokenizer.is_file()
+    ):
         values = {**values, "tokenizer_file": str(tokenizer)}
-        notes += (Note(f"the tokenizer is that of the pretrained model: --tokenizer_file={tokenizer}"),)
+        notes += (
+            Note(f"the tokenizer is that of the pretrained model: --tokenizer_file={tokenizer}"),
+        )
     return values, notes
 
 
 def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
-    """Return the given options plus those of their --model preset, and a note that lists the preset."""
+    """Return the given options plus those of their --model preset, and a note that lists the
+    preset."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -107,18 +125,24 @@ def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
 def _brought_along(values: Options, typed: Options) -> Options:
     """Return a model's options without those that depend on a typed option with another value.
 
-    The length that typed rotary positions stretch is the model's own, not a longer one that is typed beside them.
+    The length that typed rotary positions stretch is the model's own, not a longer one that is
+    typed beside them.
     """
     changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
     dropped = {name for first in changed for name in FOLLOW[first]}
     kept = {name: value for name, value in values.items() if name not in dropped}
-    if "rope_type" in changed and typed["rope_type"] in ("llama3", "yarn") and "rope_factor" in typed:
+    if (
+        "rope_type" in changed
+        and typed["rope_type"] in ("llama3", "yarn")
+        and "rope_factor" in typed
+    ):
         kept["rope_original_max_position_embeddings"] = values["max_position_embeddings"]
     return kept
 
 
 def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | None]:
-    """Add the pretrained checkpoint's model to the options; return both (no model if only flags set the options)."""
+    """Add the pretrained checkpoint's model to the options; return both (no model if only flags set
+    the options)."""
     use = given.get("use_pretrained_config", True)
     ignore = given.get("ignore_pretrained_config", False)
     own = _own_values(given)
@@ -152,7 +176,8 @@ def _with_export_type(values: Options, model_type: str | None) -> Options:
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
-    """Return the model of the pretrained checkpoint. weights: whether its weights are needed too."""
+    """Return the model of the pretrained checkpoint. weights: whether its weights are needed
+    too."""
     try:
         if model_folder.source_folders(folder, kind) == [("huggingface", folder)]:
             if weights:
@@ -171,7 +196,9 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 def _own_values(given: Options) -> Stated | None:
     """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
     root = Path(given.get("experiment_dir") or "") / "checkpoints"
-    if not given.get("experiment_dir") or not os.path.isdir(root):  # writing to the directory will report an error
+    if not given.get("experiment_dir") or not os.path.isdir(
+        root
+    ):  # writing to the directory will report an error
         return None
     from megatron_lite.checkpoint.resume import Choice, find
 
@@ -179,11 +206,14 @@ def _own_values(given: Options) -> Stated | None:
     if newest is None:
         return None
     where, config = str(newest[0]), newest[1].config
-    return Stated(where, model_folder.checkpoint_values(config, where), model_folder.saved_model_type(config))
+    return Stated(
+        where, model_folder.checkpoint_values(config, where), model_folder.saved_model_type(config)
+    )
 
 
 def _with_own_positions(given: Options) -> Options:
-    """Add the number of learned positions in the run's newest checkpoint: by default, older versions had 2,048."""
+    """Add the number of learned positions in the run's newest checkpoint: by default, older
+    versions had 2,048."""
     is_learned = given.get("use_position_embeddings", not given.get("use_rotary_embeddings", False))
     if not is_learned or "max_position_embeddings" in given or (own := _own_values(given)) is None:
         return given
@@ -191,17 +221,24 @@ def _with_own_positions(given: Options) -> Options:
 
 
 def _differences(ours: Options, theirs: Options, names: Collection[str]) -> list[Difference]:
-    """Return the differences in the options `names`; invalid values in `ours` are reported elsewhere."""
+    """Return the differences in the options `names`; invalid values in `ours` are reported
+    elsewhere."""
     resolved, problems = examine(unflatten(dict(ours)), 1)
     wrong = {name for problem in problems for name in problem.names}
     values = vars(resolved.model)
     positions = values["use_position_embeddings"] or theirs["use_position_embeddings"]
     found = []
-    for name in (name for name in theirs if name in names and (positions or name != "max_position_embeddings")):
+    for name in (
+        name
+        for name in theirs
+        if name in names and (positions or name != "max_position_embeddings")
+    ):
         now = ours[name] if name in wrong and name in ours else values[name]
         both_numbers = isinstance(now, float) and isinstance(theirs[name], float)
         # The rotary base may be given by its logarithm.
-        same = math.isclose(theirs[name], now, rel_tol=1e-9) if both_numbers else theirs[name] == now
+        same = (
+            math.isclose(theirs[name], now, rel_tol=1e-9) if both_numbers else theirs[name] == now
+        )
         if not same and (now is not None or name not in wrong):
             found.append(Difference(name, theirs[name], now))
     return found

@@ -1,7 +1,8 @@
 """Parse the command line: words -> flags -> `Config`.
 
-`argparse` would abbreviate flags, accept `nan` and `1_000` as numbers, confuse an empty value with a missing one and
-stop at the first error. This parser accounts for every word and reports all problems together:
+`argparse` would abbreviate flags, accept `nan` and `1_000` as numbers, confuse an empty value with
+a missing one and stop at the first error. This parser accounts for every word and reports all
+problems together:
 
     argv --insert @files--> words --group--> (flag, value words) --parse--> values by name --> Config
 """
@@ -18,7 +19,13 @@ from typing import Any, NamedTuple
 from megatron_lite import __version__
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
-from megatron_lite.cli.unknown_flags import accepts, answer_of_any, answer_to_unknown, foreign_answer, refused_row
+from megatron_lite.cli.unknown_flags import (
+    accepts,
+    answer_of_any,
+    answer_to_unknown,
+    foreign_answer,
+    refused_row,
+)
 from megatron_lite.config import Config, JsonObject, unflatten
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.structured_values import environment_values
@@ -45,7 +52,9 @@ MOST_FILES = 100
 LARGEST_FILE_BYTES = 2**20
 NO_QUOTES = 'write $ARGS instead of "$ARGS"'
 # Keep group 1, quoted text and escaped characters; drop comments and escaped line breaks.
-_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL)
+_COMMENT = re.compile(
+    r"""('[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|(?<!\S)\#[^\n]*|\\\r?\n""", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,8 @@ class Arguments:
     config: Config
     given: JsonObject  # typed options, by name
     notes: tuple[Note, ...]  # warnings, and the sources of other options
-    # Variables of --export_callback_env, perhaps secret: stored in no other object, and never printed.
+    # Variables of --export_callback_env, perhaps secret: stored in no other object, and never
+    # printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -115,7 +125,11 @@ def parse(argv: Sequence[str]) -> Arguments:
         parser.take(item)
     config = unflatten(with_preset(parser.given)[0])
     # Otherwise a contradiction may be due to a missing flag or the pretrained folder's model.
-    if parser.problems and not parser.guesswork and config.source.pretrained_checkpoint_path is None:
+    if (
+        parser.problems
+        and not parser.guesswork
+        and config.source.pretrained_checkpoint_path is None
+    ):
         parser.problems += _contradictions(config, parser.wrong)
     try:
         check_addresses(without_secrets([word.text for word in words]))
@@ -129,7 +143,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _contradictions(config: Config, wrong: set[str]) -> list[str]:
-    """Return the problems that `validation.resolve` would raise, except those that involve options in `wrong`."""
+    """Return the problems that `validation.resolve` would raise, except those that involve options
+    in `wrong`."""
     try:
         _, problems = examine(config, planned_world_size(config, launch_world_size()))
     except UsageError as error:  # the launcher's variables
@@ -159,20 +174,26 @@ class _Parser:
         self.problems.append(text + word.where)
         self.guesswork |= guess
 
-    # -- words ---------------------------------------------------------------------------------------------------
+    # -- words
+    # ---------------------------------------------------------------------------------------------------
 
     def expand(self, word: Word, folder: str = "", chain: tuple[str, ...] = ()) -> Iterator[Word]:
-        """Yield the word, or the words of an @file. chain: the including files, the innermost in `folder`."""
+        """Yield the word, or the words of an @file. chain: the including files, the innermost in
+        `folder`."""
         if re.match(r"(--[\w.-]+=)?!include\b", word.text):  # of YAML files
             self._problem(
-                f"{shown(word.text)}: write @<file> alone instead, to insert the flags in it", word, guess=True
+                f"{shown(word.text)}: write @<file> alone instead, to insert the flags in it",
+                word,
+                guess=True,
             )
             return
         if not word.text.startswith("@"):
             yield word
             return
         self._files_read += 1
-        if self._files_read > MOST_FILES + 1:  # reported already; mutual inclusion can grow exponentially
+        if (
+            self._files_read > MOST_FILES + 1
+        ):  # reported already; mutual inclusion can grow exponentially
             return
         path = os.path.join(folder, os.path.expanduser(word.text[1:]))
         try:
@@ -186,7 +207,9 @@ class _Parser:
             self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word, guess=True)
             return
         for text in texts:
-            yield from self.expand(Word(text, path), os.path.dirname(path), (*chain, os.path.realpath(path)))
+            yield from self.expand(
+                Word(text, path), os.path.dirname(path), (*chain, os.path.realpath(path))
+            )
 
     def group(self, words: Iterator[Word]) -> list[Item]:
         """Return each flag with the words that follow it."""
@@ -208,15 +231,22 @@ class _Parser:
         first = words[0]
         more = f" and {len(words) - 1} more" if len(words) > 1 else ""
         place = f" after {after}" if after else ""
-        self._problem(f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}", first, guess=True)
+        self._problem(
+            f"stray word {shown(first.text)}{more}{place}: {_stray_hint(first.text)}",
+            first,
+            guess=True,
+        )
 
-    # -- flags ---------------------------------------------------------------------------------------------------
+    # -- flags
+    # ---------------------------------------------------------------------------------------------------
 
     def take(self, item: Item) -> None:
         """Store the value of one flag, or record its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif row := refused_row(item.name):  # accepted if the value describes what this program does anyway
+        elif row := refused_row(
+            item.name
+        ):  # accepted if the value describes what this program does anyway
             values = item.values or (["1"] if row.switch else [])
             if not values or not accepts(row, " ".join(values)):
                 typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
@@ -225,9 +255,7 @@ class _Parser:
             value = " ".join(item.values) or None
             answer = answer_to_unknown(item.spelling, value)
             if re.search(r"\s", item.spelling.strip()):
-                answer = (
-                    f"the shell passed {shown(item.flag.text)} as one word; remove the quotes around it, or {NO_QUOTES}"
-                )
+                answer = f"the shell passed {shown(item.flag.text)} as one word; remove the quotes around it, or {NO_QUOTES}"
             self._problem(answer, item.flag, guess=True)
 
     def _take_option(self, item: Item, flag: Flag) -> None:
@@ -238,14 +266,20 @@ class _Parser:
             value = self._value(item, flag, values)
         except BadValueError as error:
             self.wrong.add(flag.name)
-            typed = f"{item.spelling}={shown(' '.join(values))}" if values and not flag.secret else item.spelling
+            typed = (
+                f"{item.spelling}={shown(' '.join(values))}"
+                if values and not flag.secret
+                else item.spelling
+            )
             self._problem(f"{typed}: {error.rule}{_remedy(flag, error)}", item.flag)
             if any(text and text[0] in QUOTES for text in values):
                 return  # the words that follow belong to the quoted value
         else:
             if flag.name in self.given and self.given[flag.name] != value:
                 before, now = (shown(written(v)) for v in (self.given[flag.name], value))
-                said = f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}"
+                said = (
+                    f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}"
+                )
                 self.notes.append(Note(said, is_warning=True))
             self.given[flag.name] = value
             if item.name == "save_interval":  # of two programs
@@ -253,7 +287,9 @@ class _Parser:
                 self.notes.append(Note(f"{said} --checkpoint_minutes={value}"))
         stray = item.words[1 if item.inline is None else 0 :]
         if stray and flag.secret:
-            said = f"{item.spelling}: words follow the value; quote the JSON object, or use an @file"
+            said = (
+                f"{item.spelling}: words follow the value; quote the JSON object, or use an @file"
+            )
             self._problem(said, item.flag, guess=True)
         elif stray and not flag.is_list:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
@@ -267,25 +303,39 @@ class _Parser:
         if not values:
             raise BadValueError("a value must follow")
         if flag.secret:
-            self.environment = environment_values(values[0]) if values[0].lower() not in ("", "none") else {}
+            self.environment = (
+                environment_values(values[0]) if values[0].lower() not in ("", "none") else {}
+            )
             return ",".join(self.environment)  # only the names
         for text in values:
             _check_shell(text, item)
-        if flag.takes_share and item.name.endswith("_fraction") and values[0].isdecimal():  # an alias; 1 is all
+        if (
+            flag.takes_share and item.name.endswith("_fraction") and values[0].isdecimal()
+        ):  # an alias; 1 is all
             values = [f"{values[0]}.0"]
         if reason := refused_value(flag.name, values[0]):
             raise BadValueError(reason)
         for text in values if flag.is_list and flag.name in PATHS else ():
-            if " " in text and any(map(os.path.exists, (os.path.expanduser(text), f"{os.path.expanduser(text)}.idx"))):
-                raise BadValueError("spaces separate words here, not parts of a path; rename it, or make a link to it")
+            if " " in text and any(
+                map(os.path.exists, (os.path.expanduser(text), f"{os.path.expanduser(text)}.idx"))
+            ):
+                raise BadValueError(
+                    "spaces separate words here, not parts of a path; rename it, or make a link to it"
+                )
         if not flag.is_list:
             value = parse_value(flag, values[0])
             # The shell does not expand the ~ in --flag=~/folder.
             return os.path.expanduser(value) if value and flag.name in PATHS else value
         if not all(values):
-            raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
+            raise BadValueError(
+                "the value is empty (an unset variable?); write a value or leave the flag out"
+            )
         items = parse_list(flag, values)
-        return tuple(os.path.expanduser(text) for text in items) if items and flag.name in PATHS else items
+        return (
+            tuple(os.path.expanduser(text) for text in items)
+            if items and flag.name in PATHS
+            else items
+        )
 
 
 def read_words(path: str) -> list[str]:
@@ -306,7 +356,9 @@ def read_words(path: str) -> list[str]:
     try:
         return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text))
     except ValueError as error:
-        raise ValueError(f"{str(error).lower()}; close the quote, or escape it with a backslash") from None
+        raise ValueError(
+            f"{str(error).lower()}; close the quote, or escape it with a backslash"
+        ) from None
 
 
 def _remedy(flag: Flag, error: BadValueError) -> str:
@@ -333,7 +385,9 @@ def _check_shell(text: str, item: Item) -> None:
     if re.search(r"\s--[A-Za-z]", text):
         raise BadValueError(f"several flags in one word; {NO_QUOTES}, or pass @file")
     if item.flag.file and re.search(r"\$(\w|\{)", text):
-        raise BadValueError("an @file has no variables; write the value, or pass the flag on the command line")
+        raise BadValueError(
+            "an @file has no variables; write the value, or pass the flag on the command line"
+        )
 
 
 def _stray_hint(text: str) -> str:

@@ -55,7 +55,9 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
 
     Raises: UsageError if a value makes no sense.
     """
-    suffixes = tuple(part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part)
+    suffixes = tuple(
+        part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part
+    )
     if not suffixes:
         raise UsageError("--suffix: no file ending given; write for example --suffix=.txt,.md")
     keys = tuple(key.strip() for key in options.json_key.split(",") if key.strip())
@@ -71,7 +73,9 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     )
     fields = TextFields(keys, options.separator.replace("\\n", "\n"))
     if options.chat_template is not None:
-        from megatron_lite.corpus.conversations import conversation_fields  # the only one to need jinja2
+        from megatron_lite.corpus.conversations import (
+            conversation_fields,
+        )  # the only one to need jinja2
 
         fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "inputs output_prefix strict overwrite max_documents validation_documents shards deduplicate"
@@ -87,7 +91,9 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
 def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> None:
     """Print what was written."""
     pairs = ", ".join(f"{prefix}.bin" for prefix in options.outputs)
-    print(f"{pairs}: {summary['documents']:,} documents, {summary['tokens']:,} tokens ({summary['dtype']})")
+    print(
+        f"{pairs}: {summary['documents']:,} documents, {summary['tokens']:,} tokens ({summary['dtype']})"
+    )
     if not is_new:
         print("nothing to do: the same command has written these files before")
     print(f"vocabulary        {summary['vocab_size']} (--vocab_size)")
@@ -97,11 +103,16 @@ def report(options: CorpusOptions, summary: dict[str, Any], is_new: bool) -> Non
         share = unknown / summary["tokens"]
         print(f"unknown tokens    {unknown:,} ({share:.2%})")
         if share > MOST_UNKNOWN:
-            print(f"WARNING: the tokenizer does not know {share:.2%} of the text; take another one", file=sys.stderr)
+            print(
+                f"WARNING: the tokenizer does not know {share:.2%} of the text; take another one",
+                file=sys.stderr,
+            )
     if options.deduplicate:
         print(f"duplicates        {summary['duplicates']:,} left out")
     if masks := " ".join(options.masks):
-        print(f"loss mask         --loss_mask {masks}; {summary['without_answer']:,} documents without an answer")
+        print(
+            f"loss mask         --loss_mask {masks}; {summary['without_answer']:,} documents without an answer"
+        )
     for kind, count in summary["skipped"].items():
         print(f"skipped           {count:,}: {kind}")
     if options.validation_documents:
@@ -130,7 +141,11 @@ def _add_tokenizer(parser: ScriptParser) -> None:
         metavar="TOKEN",
         help="token after each document, or none for no token (default: the tokenizer's own)",
     )
-    add("--special_tokens", action="store_true", help="treat special tokens spelled out in a text as special tokens")
+    add(
+        "--special_tokens",
+        action="store_true",
+        help="treat special tokens spelled out in a text as special tokens",
+    )
     add(
         "--tokenizer_library",
         choices=("auto", "tokenizers", FAST),
@@ -141,7 +156,11 @@ def _add_tokenizer(parser: ScriptParser) -> None:
 
 def _add_reading(parser: ScriptParser) -> None:
     add = parser.add_argument
-    add("--suffix", default=",".join(DEFAULT_SUFFIXES), help="file endings to read in folders (default: %(default)s)")
+    add(
+        "--suffix",
+        default=",".join(DEFAULT_SUFFIXES),
+        help="file endings to read in folders (default: %(default)s)",
+    )
     add(
         "--json_key",
         default="text",
@@ -155,7 +174,11 @@ def _add_reading(parser: ScriptParser) -> None:
         help="read conversations and write <PREFIX>_mask for --loss_mask; the tokenizer's own template (own), chatml, "
         "llama3, zephyr, or a file",
     )
-    add("--separator", default="\\n\\n", help="between the texts of several keys (default: %(default)s)")
+    add(
+        "--separator",
+        default="\\n\\n",
+        help="between the texts of several keys (default: %(default)s)",
+    )
     add("--strict", action="store_true", help="stop at a bad document instead of skipping it")
     add(
         "--from_tokens",
@@ -194,25 +217,47 @@ def _add_writing(parser: ScriptParser) -> None:
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     """Parse the command line. program: the command as a user types it."""
-    parser = ScriptParser(prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "inputs", nargs="*", help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'"
+    parser = ScriptParser(
+        prog=program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ...")
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        help="files, folders, patterns such as 'x/**/*.txt', lists such as 'x/{a,b}{00..31}.jsonl'",
+    )
+    parser.add_argument(
+        "--output_prefix", metavar="PREFIX", help="write <PREFIX>.bin, <PREFIX>.idx, ..."
+    )
     for add_options in (_add_tokenizer, _add_reading, _add_writing):
         add_options(parser)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--inspect", metavar="PREFIX", help="show the content of a pair of files; write nothing")
-    mode.add_argument("--verify", metavar="PREFIX", help="check a pair of files completely; write nothing")
+    mode.add_argument(
+        "--inspect", metavar="PREFIX", help="show the content of a pair of files; write nothing"
+    )
+    mode.add_argument(
+        "--verify", metavar="PREFIX", help="check a pair of files completely; write nothing"
+    )
     parser.add_argument("--version", action="version", version=f"megatron_lite {__version__}")
     options = parser.parse_args(argv)
-    if options.inspect is None and options.verify is None and not (options.inputs and options.output_prefix):
-        parser.error("give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair")
+    if (
+        options.inspect is None
+        and options.verify is None
+        and not (options.inputs and options.output_prefix)
+    ):
+        parser.error(
+            "give inputs and --output_prefix, or --inspect or --verify with the prefix of a pair"
+        )
     used = ("inputs", "output_prefix", "from_tokens", "split_documents_at", "overwrite")
-    given = [name for name, value in vars(options).items() if value != parser.get_default(name) and name not in used]
+    given = [
+        name
+        for name, value in vars(options).items()
+        if value != parser.get_default(name) and name not in used
+    ]
     options.reads_tokens = options.from_tokens is not None or options.split_documents_at is not None
     if options.reads_tokens and given:
-        parser.error(f"--from_tokens, --split_documents_at: leave out {', '.join(given)}, which tokens do not need")
+        parser.error(
+            f"--from_tokens, --split_documents_at: leave out {', '.join(given)}, which tokens do not need"
+        )
     return options
 
 
@@ -225,7 +270,9 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
         elif words.inspect is not None:
             print(*inspect(words.inspect), sep="\n")
         else:
-            words.inputs = tuple(local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs)
+            words.inputs = tuple(
+                local_copy(name, "inputs", f"{words.output_prefix}.copies") for name in words.inputs
+            )
             if words.reads_tokens:
                 kind, end = words.from_tokens, words.split_documents_at
                 print(convert(words.inputs, words.output_prefix, kind, end, words.overwrite))

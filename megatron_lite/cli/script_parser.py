@@ -1,4 +1,5 @@
-"""Parser for the scripts' flags: accepts both spellings of a flag and suggests flags for an unknown one."""
+"""Parser for the scripts' flags: accepts both spellings of a flag and suggests flags for an unknown
+one."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ num_processes   workers num_workers
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that never abbreviates, reads `--max-tokens` as `--max_tokens`, and suggests flags."""
+    """An `ArgumentParser` that never abbreviates, reads `--max-tokens` as `--max_tokens`, and
+    suggests flags."""
 
     def __init__(self, about: str | None = None, **options: Any) -> None:
-        """about: the docstring of a command, of which the help shows the first line and the exit codes."""
+        """about: the docstring of a command, of which the help shows the first line and the exit
+        codes."""
         if about:
             summary, _, more = about.partition("\n")
             _, title, codes = more.rpartition("Exit codes:")
@@ -42,7 +45,8 @@ class ScriptParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words of a command line; exit with code 2 and a line for each flag that does not exist."""
+        """Parse the words of a command line; exit with code 2 and a line for each flag that does
+        not exist."""
         words = list(sys.argv[1:] if args is None else args)
         if any("\0" in word for word in words):
             self.error("a word of the command line has a NUL character")
@@ -59,7 +63,9 @@ class ScriptParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.dest not in MAY_BE_REMOTE and re.match(URL, arg_string):
-            raise argparse.ArgumentError(action, f"{shown(arg_string)}: {LOCAL}; write a local or mounted path")
+            raise argparse.ArgumentError(
+                action, f"{shown(arg_string)}: {LOCAL}; write a local or mounted path"
+            )
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
@@ -67,7 +73,8 @@ class ScriptParser(argparse.ArgumentParser):
         self.exit(2, f"ERROR: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str, unknown: list[str]) -> str:
-        """Return a flag with underscores, as argparse expects it, and anything else unchanged; note an unknown one."""
+        """Return a flag with underscores, as argparse expects it, and anything else unchanged; note
+        an unknown one."""
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or " " in flag:
             return word
@@ -81,14 +88,24 @@ class ScriptParser(argparse.ArgumentParser):
             [other for other in names if is_one_edit(name, other)]
             or [other for other in names if len(name) > 1 and other.startswith(name)]
             or similar(name, names, 3, 0.7)
-            or [ours for ours, *theirs in map(str.split, ELSEWHERE.splitlines()) if ours in names and name in theirs]
+            or [
+                ours
+                for ours, *theirs in map(str.split, ELSEWHERE.splitlines())
+                if ours in names and name in theirs
+            ]
         )
-        meant = f"did you mean {' or '.join(f'--{other}' for other in near)}?" if near else "no flag has a similar name"
+        meant = (
+            f"did you mean {' or '.join(f'--{other}' for other in near)}?"
+            if near
+            else "no flag has a similar name"
+        )
         unknown.append(f"unknown flag {shown(flag)}; {meant}")
         return word
 
 
-def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False) -> Any:
+def number(
+    kind: Callable[[str], Any], minimum: float, maximum: float = math.inf, above: bool = False
+) -> Any:
     """Return an argparse type with bounds; `above` excludes the minimum."""
 
     def parse(text: str) -> Any:
@@ -96,7 +113,11 @@ def number(kind: Callable[[str], Any], minimum: float, maximum: float = math.inf
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (minimum < value if above else minimum <= value) or not value <= maximum or value == math.inf:
+        if (
+            not (minimum < value if above else minimum <= value)
+            or not value <= maximum
+            or value == math.inf
+        ):
             whole = "whole " if kind is int else ""
             bounds = f"{'above' if above else 'of at least'} {minimum:g}"
             bounds += f" and at most {maximum:.10g}" if maximum < math.inf else ""

@@ -1,4 +1,5 @@
-"""The commands that pip installs beside training: `megatron_lite <verb>`, one module a verb. Importing it is quick."""
+"""The commands that pip installs beside training: `megatron_lite <verb>`, one module a verb.
+Importing it is quick."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ from megatron_lite.run.launcher_watch import LauncherWatch
 # Verb -> its module, which has `main(words, program)`.
 VERBS: Mapping[str, str] = MappingProxyType(
     {"pretrain_gpt": "pretrain_gpt"}
-    | {verb: f"megatron_lite.{'cli' if verb == 'prepare_data' else 'commands'}.{verb}" for verb in SCRIPTS}
+    | {
+        verb: f"megatron_lite.{'cli' if verb == 'prepare_data' else 'commands'}.{verb}"
+        for verb in SCRIPTS
+    }
 )
 
 
 def start(verb: str, words: Sequence[str], program: str | None = None) -> int:
-    """Run a verb other than pretrain_gpt; return the exit code. program: as a user types it (default: the script)."""
+    """Run a verb other than pretrain_gpt; return the exit code. program: as a user types it
+    (default: the script)."""
     LauncherWatch()  # before anything that takes time
     prepare_libraries()  # before torch is imported
     try:
@@ -44,7 +49,9 @@ def command() -> int:
     name = verb.replace("-", "_")
     if name not in VERBS:
         near = similar(name, VERBS, 3, 0.6)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(VERBS)}"
+        advice = (
+            f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(VERBS)}"
+        )
         return print_failure(UsageError(f"unknown command {shown(verb)}; {advice}"))
     if name == "pretrain_gpt":
         del sys.argv[1]
@@ -53,8 +60,12 @@ def command() -> int:
 
 
 def _help() -> str:
-    """Return the list of verbs, each with the first words of its module, which is read but not imported."""
-    rows = ["usage: megatron_lite <command> [flags]; megatron_lite <command> --help explains one", ""]
+    """Return the list of verbs, each with the first words of its module, which is read but not
+    imported."""
+    rows = [
+        "usage: megatron_lite <command> [flags]; megatron_lite <command> --help explains one",
+        "",
+    ]
     for verb, module in VERBS.items():
         found = importlib.util.find_spec(module)
         source = Path(found.origin).read_text("utf-8") if found and found.origin else ""

@@ -3,15 +3,17 @@
     megatron_lite convert_checkpoint --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
     megatron_lite convert_checkpoint --from=models/Mistral-7B --to=start/0 --format=distributed --verify
 
---from is a Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used). --to is written
-under a temporary name and renamed when complete. --exist_ok replaces an existing folder that holds only files of a
-checkpoint or an export. A Hugging Face folder becomes a checkpoint of iteration 0 with fp32 weights and no optimizer
-state; use it with --pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
-to a checkpoint keeps everything (with --weights=average: only the iteration and the averages). --verify compares the
-logits of random tokens from both folders, one layer in memory at a time, before --to appears.
+--from is a Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
+--to is written under a temporary name and renamed when complete. --exist_ok replaces an existing
+folder that holds only files of a checkpoint or an export. A Hugging Face folder becomes a
+checkpoint of iteration 0 with fp32 weights and no optimizer state; use it with
+--pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
+to a checkpoint keeps everything (with --weights=average: only the iteration and the averages).
+--verify compares the logits of random tokens from both folders, one layer in memory at a time,
+before --to appears.
 
-Exit codes: 0 done, 2 usage, 3 data (unreadable tokenizer), 4 checkpoint (unusable input, or the two folders differ),
-5 numerics (a weight is too large for --dtype), 8 storage.
+Exit codes: 0 done, 2 usage, 3 data (unreadable tokenizer), 4 checkpoint (unusable input, or the two
+folders differ), 5 numerics (a weight is too large for --dtype), 8 storage.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from megatron_lite.parameter import DTYPES
 from megatron_lite.run.exit_status import print_failure
 
 VERIFIED_ROWS, VERIFIED_TOKENS = 4, 64
-# Largest difference of logits over the largest logit; for rounded weights, 16 times the spacing of the dtype.
+# Largest difference of logits over the largest logit; for rounded weights, 16 times the spacing of
+# the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 
 
@@ -73,7 +76,9 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
     target, origin = to.resolve(), source.folder.resolve()
     typed = f"--to={to}"
     if target == origin or origin in target.parents or target in origin.parents:
-        raise UsageError(f"{typed}: this folder and {source.folder} must not contain each other; choose another")
+        raise UsageError(
+            f"{typed}: this folder and {source.folder} must not contain each other; choose another"
+        )
     iteration = source.iteration or 0
     if options.format == "distributed" and to.name.isdecimal() and to.name != str(iteration):
         raise UsageError(
@@ -84,7 +89,9 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
         return
     if to.is_symlink() or to.exists():
         if not options.exist_ok:
-            raise UsageError(f"{typed}: exists; choose another folder, or replace it with --exist_ok")
+            raise UsageError(
+                f"{typed}: exists; choose another folder, or replace it with --exist_ok"
+            )
         if not names.has_only_our_files(to):
             raise UsageError(
                 f"{typed}: holds files that belong to no checkpoint or export, which are never replaced; choose another"
@@ -99,8 +106,13 @@ def convert(options: argparse.Namespace) -> str:
     """
     limit_bytes = size_bytes(options.shard_size, "shard_size")
     if options.dtype is not None and options.format == "distributed":
-        raise UsageError(f"--dtype={options.dtype}: a checkpoint always holds fp32 weights; leave --dtype out")
-    for name, what in (("tokenizer_file", "tokenizer"), ("export_model_type", "Hugging Face architecture")):
+        raise UsageError(
+            f"--dtype={options.dtype}: a checkpoint always holds fp32 weights; leave --dtype out"
+        )
+    for name, what in (
+        ("tokenizer_file", "tokenizer"),
+        ("export_model_type", "Hugging Face architecture"),
+    ):
         if getattr(options, name) is not None and options.format == "distributed":
             raise UsageError(f"--{name}: a checkpoint stores no {what}; leave it out")
     state = options.format == "distributed" and options.weights == "raw"
@@ -125,7 +137,12 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def write(
-    options: argparse.Namespace, temporary: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int
+    options: argparse.Namespace,
+    temporary: Path,
+    source: WeightSource,
+    shapes: Shapes,
+    config: Config,
+    limit_bytes: int,
 ) -> str:
     """Write and verify the folder under its temporary name; return a description.
 
@@ -134,7 +151,9 @@ def write(
     """
     if options.format == "huggingface":
         tokenizer_file = tokenizer_of(options, source)
-        plan = conversion.write_huggingface(temporary, source, shapes, config, limit_bytes, tokenizer_file)
+        plan = conversion.write_huggingface(
+            temporary, source, shapes, config, limit_bytes, tokenizer_file
+        )
         said = f"a Hugging Face folder, {config.training.export_dtype}, {plan.total_bytes:,} bytes of weights"
         said += " with a tokenizer" if tokenizer_file else ", no tokenizer"
         num_files = len(plan.names)
@@ -146,14 +165,17 @@ def write(
     print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
     if options.verify:
         dtype = config.training.export_dtype
-        own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"  # dtype of the source
+        own = (
+            config.distributed.training_dtype if source.kind == "huggingface" else "fp32"
+        )  # dtype of the source
         is_rounded = options.format == "huggingface" and dtype not in ("fp32", own)
         verify(source, temporary, DTYPES[dtype if is_rounded else "fp32"])
     return f"{options.to}: {said}"
 
 
 def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
-    """Compare the logits of both folders. dtype: what the weights were rounded to (fp32: not rounded).
+    """Compare the logits of both folders. dtype: what the weights were rounded to (fp32: not
+    rounded).
 
     Raises:
         CheckpointError: if the logits differ by more than rounding explains.
@@ -175,7 +197,8 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
-    """Return fp32 logits (b, s, v) of tokens (b, s), with one layer's weights (and a tied head's) in memory."""
+    """Return fp32 logits (b, s, v) of tokens (b, s), with one layer's weights (and a tied head's)
+    in memory."""
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
     # Memory of earlier layers by size, reused because the allocator might not.
@@ -206,10 +229,25 @@ def parse(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     add("--to", type=folder, required=True, help="folder to write")
     add("--format", choices=KINDS, required=True, help="what to write")
     add("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")
-    add("--export_model_type", choices=tuple(ARCHITECTURES), help="architecture (default: as saved, or one that fits)")
-    add("--shard_size", default="5GB", help="largest file: 5GB, 500MB, 2GiB or bytes (default: 5GB)")
-    add("--weights", choices=("raw", "average"), default="raw", help="weights to convert (default: raw)")
-    add("--tokenizer_file", type=folder, help="tokenizer.json to include, or byte (default: the model's)")
+    add(
+        "--export_model_type",
+        choices=tuple(ARCHITECTURES),
+        help="architecture (default: as saved, or one that fits)",
+    )
+    add(
+        "--shard_size", default="5GB", help="largest file: 5GB, 500MB, 2GiB or bytes (default: 5GB)"
+    )
+    add(
+        "--weights",
+        choices=("raw", "average"),
+        default="raw",
+        help="weights to convert (default: raw)",
+    )
+    add(
+        "--tokenizer_file",
+        type=folder,
+        help="tokenizer.json to include, or byte (default: the model's)",
+    )
     add("--exist_ok", action="store_true", help="replace --to if it is a checkpoint or an export")
     add("--verify", action="store_true", help="compare the logits of both folders")
     return parser.parse_args(arguments)
@@ -223,7 +261,11 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     except RunError as error:
         return print_failure(error)
     except OSError as error:
-        why = "this is a file, not a folder" if isinstance(error, FileExistsError) else error.strerror or error
+        why = (
+            "this is a file, not a folder"
+            if isinstance(error, FileExistsError)
+            else error.strerror or error
+        )
         reason = f"{error.filename or options.to}: {why}; free some space or choose another --to"
         return print_failure(StorageError(reason))
     return EXIT_DONE

@@ -4,21 +4,23 @@
     megatron_lite evaluate --model experiments/mine --text held_out.txt more.jsonl --json
     megatron_lite evaluate --model models/base experiments/mine --text held_out
 
-A model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
-Several are measured one after the other, all in samples of one length: a longer context predicts better. It is the
-shortest of their trainings, unless --sequence_length sets another.
+A model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good
+one is used). Several are measured one after the other, all in samples of one length: a longer
+context predicts better. It is the shortest of their trainings, unless --sequence_length sets
+another.
 
---data_path reads the validation split of token files with the samples and order of --validation_iters=all, or its
-first --samples; text there is first made into such files. As in training, the loss mask and the tokenizer are by
-default those that the summaries of the data name, and `none` leaves them out. The loss equals the one that training
-logs for the same weights, split and sequence length. With --seed it is that of a run whose metrics do not say
-`"evaluation_order": "data"`, as an earlier version began it.
---text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same way, and predicts
-every token except the first exactly once.
+--data_path reads the validation split of token files with the samples and order of
+--validation_iters=all, or its first --samples; text there is first made into such files. As in
+training, the loss mask and the tokenizer are by default those that the summaries of the data name,
+and `none` leaves them out. The loss equals the one that training logs for the same weights, split
+and sequence length. With --seed it is that of a run whose metrics do not say `"evaluation_order":
+"data"`, as an earlier version began it.
+--text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same
+way, and predicts every token except the first exactly once.
 
-`loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits, divided by the UTF-8
-bytes of their text; special tokens such as the end of a document cost bits and have no bytes. It needs a tokenizer,
-from the model's folder or --tokenizer_file.
+`loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits,
+divided by the UTF-8 bytes of their text; special tokens such as the end of a document cost bits and
+have no bytes. It needs a tokenizer, from the model's folder or --tokenizer_file.
 
 Exit codes: 0 done, 2 usage, 3 data, 4 model, 5 numerics, 7 memory.
 """
@@ -72,36 +74,66 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument(
-        "--data_path", nargs="+", help="as in training: prefixes of .bin/.idx files, or text, perhaps with weights"
+        "--data_path",
+        nargs="+",
+        help="as in training: prefixes of .bin/.idx files, or text, perhaps with weights",
     )
-    data.add_argument("--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow")
+    data.add_argument(
+        "--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow"
+    )
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
-    add("--split", help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)")
     add(
-        "--loss_mask", nargs="+", help="as in training: a mask for each data set, or none (default: by their summaries)"
+        "--split",
+        help="--split of training; its second part is read; 0,1,0 reads everything (default: 969,30,1)",
+    )
+    add(
+        "--loss_mask",
+        nargs="+",
+        help="as in training: a mask for each data set, or none (default: by their summaries)",
     )
     add("--samples", type=COUNT, help="number of samples of --data_path (default: all)")
-    add("--seed", type=int, help="--seed of a run that an earlier version began: its validation depends on it")
-    add("--sequence_length", type=COUNT, help="tokens per sample (default: as in the shortest training)")
+    add(
+        "--seed",
+        type=int,
+        help="--seed of a run that an earlier version began: its validation depends on it",
+    )
+    add(
+        "--sequence_length",
+        type=COUNT,
+        help="tokens per sample (default: as in the shortest training)",
+    )
     add("--micro_batch_size", type=COUNT, default=1, help="samples per forward pass (default: 1)")
-    add("--cross_document_attention", type=int, choices=(0, 1), default=1, help="as in training (default: 1)")
+    add(
+        "--cross_document_attention",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="as in training (default: 1)",
+    )
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
     for name in options.text or ():
         if Path((prefix := re.sub(r"\.(bin|idx)$", "", name)) + ".idx").exists():
-            parser.error(f"argument --text: {name} is a pair of token files; write --data_path={prefix}")
+            parser.error(
+                f"argument --text: {name} is a pair of token files; write --data_path={prefix}"
+            )
     for name in ("json_key",) if options.data_path else ("split", "samples", "seed", "loss_mask"):
         if getattr(options, name) is not None:
-            parser.error(f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}")
+            parser.error(
+                f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}"
+            )
     return options
 
 
-def open_samples(options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None) -> DataSource:
-    """Open the validation samples of token files, or of text that becomes such for this call, as training does.
+def open_samples(
+    options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer | None
+) -> DataSource:
+    """Open the validation samples of token files, or of text that becomes such for this call, as
+    training does.
 
     Raises:
-        UsageError, DataError: if the options contradict each other, or the files cannot be read or are of another
-            tokenizer.
+        UsageError, DataError: if the options contradict each other, or the files cannot be read or
+            are of another tokenizer.
     """
     try:
         split = tuple(map(float, (options.split or "969,30,1").split(",")))
@@ -134,7 +166,8 @@ def open_samples(options: argparse.Namespace, model: LocalModel, tokenizer: Toke
 
 
 def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | None:
-    """Return the tokenizer, which is optional for token files: without one, that of the data is taken, unless `none`.
+    """Return the tokenizer, which is optional for token files: without one, that of the data is
+    taken, unless `none`.
 
     Raises:
         DataError: if --text or --tokenizer_file is given and the tokenizer is missing or damaged.
@@ -148,7 +181,8 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
 
 
 def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> JsonObject:
-    """Evaluate one model and return the record. library: that tokenizes --text, see `TokenizerChoice`.
+    """Evaluate one model and return the record. library: that tokenizes --text, see
+    `TokenizerChoice`.
 
     Raises:
         RunError: if the model, the data or the tokenizer cannot be used.
@@ -162,7 +196,8 @@ def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> 
         fields, files = TextFields((options.json_key or "text",)), find_inputs(options.text)
         micro_batches = text_batches(
             whole_texts(files, fields, strict=True, allowed=BLANK),
-            TokenizerChoice(tokenizer.path, library=library).fast(tokenizer, files, fields) or tokenizer,
+            TokenizerChoice(tokenizer.path, library=library).fast(tokenizer, files, fields)
+            or tokenizer,
             model.config.vocab_size,
             model.longest,
             options.micro_batch_size,
@@ -184,17 +219,27 @@ def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> 
     bytes_of = None if tokenizer is None else tokenizer.token_bytes()
     try:
         with ProgressLine() as progress:
-            totals = evaluate(model, micro_batches, bytes_of, lambda totals: progress.update(partial(so_far, totals)))
+            totals = evaluate(
+                model,
+                micro_batches,
+                bytes_of,
+                lambda totals: progress.update(partial(so_far, totals)),
+            )
     except UnfitError as reason:
         print(f"{reason}: reading all texts anew with tokenizers", file=sys.stderr)
         return result(options, folder, "tokenizers")
     if not math.isfinite(totals.nats):
-        raise NumericsError("the loss is not finite: the weights are broken, or too large for the dtype")
+        raise NumericsError(
+            "the loss is not finite: the weights are broken, or too large for the dtype"
+        )
     return totals.record() | about
 
 
-def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tokenizer | None) -> None:
-    """Compare the model's tokenizer with that of the data: its own file, what its training recorded, or the one in use.
+def _check_tokenizer(
+    data_path: Sequence[str], model: LocalModel, tokenizer: Tokenizer | None
+) -> None:
+    """Compare the model's tokenizer with that of the data: its own file, what its training
+    recorded, or the one in use.
 
     Raises:
         DataError: names both if they differ.
@@ -214,7 +259,9 @@ def _check_tokenizer(data_path: Sequence[str], model: LocalModel, tokenizer: Tok
 
 def so_far(totals: Totals, seconds: float) -> str:
     """Describe the progress of the evaluation."""
-    return f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
+    return (
+        f"{totals.tokens:,} tokens, loss {totals.loss:.4f}, {totals.tokens / seconds:,.0f} tokens/s"
+    )
 
 
 def in_words(record: JsonObject) -> list[str]:
@@ -254,7 +301,9 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
             for folder in options.model:
                 records.append(again(partial(result, options, folder)))
     except Exception as error:
-        code = print_failure(error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16")
+        code = print_failure(
+            error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16"
+        )
     for line in map(json.dumps, records) if options.json else report(records):
         print_page(line)
     return code

@@ -1,10 +1,12 @@
-"""Plot the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the terminal.
+"""Plot the losses of one or several runs from their metrics.jsonl: a picture, and sparklines in the
+terminal.
 
     megatron_lite plot_run EXPERIMENT_DIR... [--output=loss.png] [--baseline=NAME=VALUE ...]
 
-The picture shows the learning rate and the losses of training, validation, test and averaged weights; several runs are
-overlaid. The default file is loss.png in the experiment directory, or losses.png here for several; the suffix of
---output sets the format. Without matplotlib the picture is an SVG.
+The picture shows the learning rate and the losses of training, validation, test and averaged
+weights; several runs are overlaid. The default file is loss.png in the experiment directory, or
+losses.png here for several; the suffix of --output sets the format. Without matplotlib the picture
+is an SVG.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def write_picture(picture: Drawing, output: Path) -> Path:
         else:
             to_figure(picture).savefig(output)
     except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
+        raise StorageError(
+            f"cannot write {output}: {error.strerror}; choose another --output"
+        ) from None
     except ValueError as error:  # from matplotlib; it names the known formats
         raise UsageError(f"--output={output}: {error}") from None
     return output
@@ -73,8 +77,18 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Draw; return the exit code."""
     parser = ScriptParser(__doc__, prog=program)
     add = parser.add_argument
-    add("experiment_dirs", nargs="+", type=Path, metavar="EXPERIMENT_DIR", help="the --experiment_dir of a run")
-    add("--output", type=Path, help="picture to write, or a folder for it (default: EXPERIMENT_DIR; here for several)")
+    add(
+        "experiment_dirs",
+        nargs="+",
+        type=Path,
+        metavar="EXPERIMENT_DIR",
+        help="the --experiment_dir of a run",
+    )
+    add(
+        "--output",
+        type=Path,
+        help="picture to write, or a folder for it (default: EXPERIMENT_DIR; here for several)",
+    )
     add(
         "--baseline",
         type=parse_baseline,

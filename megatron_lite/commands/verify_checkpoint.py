@@ -3,10 +3,10 @@
     megatron_lite verify_checkpoint experiments/mine
     megatron_lite verify_checkpoint experiments/mine/checkpoints/1000 experiments/mine/export/1000 --values
 
-A path is a checkpoint, a folder of checkpoints, or the directory of a run. Each checkpoint is a row of a table:
-iteration, bytes, ranks (4x2: data parallel 4, tensor parallel 2), and whether it is good, or why not. What a live run
-deletes meanwhile is left out, and newer ones are looked for. Nothing is changed, no model is built, and one chunk of a
-file is in memory at a time.
+A path is a checkpoint, a folder of checkpoints, or the directory of a run. Each checkpoint is a row
+of a table: iteration, bytes, ranks (4x2: data parallel 4, tensor parallel 2), and whether it is
+good, or why not. What a live run deletes meanwhile is left out, and newer ones are looked for.
+Nothing is changed, no model is built, and one chunk of a file is in memory at a time.
 
 Exit codes: 0 all checkpoints are good, 2 usage, 4 a checkpoint is damaged.
 """
@@ -26,7 +26,8 @@ from megatron_lite.run.exit_status import print_failure, print_page
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """List the checkpoints at a path, newest first: the path itself, those in it, or those of a run.
+    """List the checkpoints at a path, newest first: the path itself, those in it, or those of a
+    run.
 
     Raises:
         UsageError: if there is no checkpoint.
@@ -36,7 +37,9 @@ def checkpoints_of(path: Path) -> list[Path]:
             return [path]
         folders = [path, path / "checkpoints", path / "export"]
         found = [folder for root in folders for _, folder in find_checkpoints(root)]
-        found = [folder for folder in found if not (folder / CONFIG_NAME).exists()]  # exports to Hugging Face
+        found = [
+            folder for folder in found if not (folder / CONFIG_NAME).exists()
+        ]  # exports to Hugging Face
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}; give a folder that can be read") from None
     if not found:
@@ -46,7 +49,8 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def inspections(path: Path, values: bool) -> Iterator[tuple[Path, Inspection]]:
-    """Verify the checkpoints at a path; leave out what a live run deletes meanwhile, and look for newer ones then.
+    """Verify the checkpoints at a path; leave out what a live run deletes meanwhile, and look for
+    newer ones then.
 
     Raises:
         UsageError: if there is no checkpoint.
@@ -91,14 +95,18 @@ def inspected(folder: Path, values: bool) -> Inspection:
 def row(folder: Path, found: Inspection) -> str:
     """Return a line of the table."""
     size, ranks = "" if found.num_bytes is None else f"{found.num_bytes:,}", found.ranks or ""
-    verdict = "; ".join([f"NO: {'; '.join(found.problems)}" if found.problems else "yes", *found.remarks])
+    verdict = "; ".join(
+        [f"NO: {'; '.join(found.problems)}" if found.problems else "yes", *found.remarks]
+    )
     return f"{folder.name:>10}  {size:>18}  {ranks:>5}  {RunError(verdict)}"  # its text has no control characters
 
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Print a table; return the exit code."""
     parser = ScriptParser(__doc__, prog=program)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="checkpoint, or directory of a run"
+    )
     parser.add_argument("--values", action="store_true", help="also look for non-finite numbers")
     options = parser.parse_args(arguments)
     try:

@@ -23,7 +23,8 @@ from megatron_lite.reports.watch_page import page
 from megatron_lite.reports.watched_run import WatchedRun, shows_unicode
 from megatron_lite.run.exit_status import print_failure, print_page
 
-# Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line and of the screen.
+# Terminal sequences: alternate screen without cursor, and back; home; clear to the end of the line
+# and of the screen.
 ENTER, LEAVE = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
 HOME = "\033[H"
 CLEAR_LINE = "\033[K"
@@ -37,8 +38,14 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     parser = ScriptParser(__doc__, prog=program)
     parser.add_argument("experiment_dir", type=Path, help="the --experiment_dir of the run")
     seconds = number(float, SHORTEST_S, LONGEST_S)
-    parser.add_argument("--interval_s", type=seconds, default=2.0, help="seconds between updates (default: 2)")
-    parser.add_argument("--once", action="store_true", help="print one page and exit, as when stdout is not a terminal")
+    parser.add_argument(
+        "--interval_s", type=seconds, default=2.0, help="seconds between updates (default: 2)"
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one page and exit, as when stdout is not a terminal",
+    )
     options = parser.parse_args(arguments)
     root: Path = options.experiment_dir
     if problem := no_folder(root):
@@ -48,7 +55,10 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
         if options.once or not sys.stdout.isatty():
             print_page("\n".join(_page(run)))
         else:
-            for caught in (signal.SIGINT, signal.SIGTERM):  # a parent may have made its children ignore SIGINT
+            for caught in (
+                signal.SIGINT,
+                signal.SIGTERM,
+            ):  # a parent may have made its children ignore SIGINT
                 signal.signal(caught, signal.default_int_handler)
             with _other_screen():
                 while True:
@@ -71,7 +81,8 @@ def _show(lines: Sequence[str]) -> None:
 
 
 def _size() -> os.terminal_size:
-    """Return the current size of the terminal, ignoring COLUMNS; without a terminal, the size from the environment."""
+    """Return the current size of the terminal, ignoring COLUMNS; without a terminal, the size from
+    the environment."""
     if sys.stdout.isatty():
         return os.get_terminal_size(sys.stdout.fileno())
     return shutil.get_terminal_size()

@@ -1,8 +1,9 @@
 """Every option of the program, declared once: name, type, default, bounds and help.
 
-`cli` turns these dataclasses into flat `--flags`, docs/flags.md is generated from them, and the rest of the program
-receives a read-only `Config`. `None` means "derived": `validation.resolve` fills in a `Draft`. This room imports no
-torch, so that `--help` answers fast. `other_programs.txt` lists the names and values of these options elsewhere.
+`cli` turns these dataclasses into flat `--flags`, docs/flags.md is generated from them, and the
+rest of the program receives a read-only `Config`. `None` means "derived": `validation.resolve`
+fills in a `Draft`. This room imports no torch, so that `--help` answers fast. `other_programs.txt`
+lists the names and values of these options elsewhere.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Config:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
 
-AREAS: dict[str, type[Area]] = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
+AREAS: dict[str, type[Area]] = {
+    field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)
+}
 # A start unflattens a configuration and asks what was changed a hundred times.
 _NAMES = {area: [field.name for field in dataclasses.fields(kind)] for area, kind in AREAS.items()}
 _DEFAULTS = {name: getattr(AREAS[area], name) for area, names in _NAMES.items() for name in names}
@@ -68,7 +71,8 @@ class Draft(
     TrackingConfig,
     ProfilingConfig,
 ):
-    """All options of one run in one writable object, as `draft.<name>`, for validation to check and complete."""
+    """All options of one run in one writable object, as `draft.<name>`, for validation to check and
+    complete."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)

@@ -22,7 +22,16 @@ from megatron_lite.config.option import (
     optional,
 )
 
-ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu", "tanh", "identity")
+ACTIVATIONS = (
+    "gelu",
+    "gelu_exact",
+    "quick_gelu",
+    "silu",
+    "relu",
+    "squared_relu",
+    "tanh",
+    "identity",
+)
 ACTIVATION_ALIASES = {
     "gelu_tanh": "gelu",
     "gelu_new": "gelu",
@@ -55,22 +64,36 @@ norm_weight_option = idle_unless("use_layer_norm_weight")
 class ModelConfig(Area):
     """Model"""
 
-    num_layers: int = option(12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True)
-    hidden_size: PositiveInt = option(1024, "width of the residual stream", basic=True, aliases="hidden_dim")
-    num_attention_heads: PositiveInt = option(8, "number of query heads", basic=True, aliases="num_heads")
+    num_layers: int = option(
+        12, "number of transformer blocks", minimum=1, maximum=10_000, basic=True
+    )
+    hidden_size: PositiveInt = option(
+        1024, "width of the residual stream", basic=True, aliases="hidden_dim"
+    )
+    num_attention_heads: PositiveInt = option(
+        8, "number of query heads", basic=True, aliases="num_heads"
+    )
     head_groups: PositiveInt = optional(
         "number of key/value heads (1: multi-query attention)",
         "num_attention_heads",
         basic=True,
         aliases="num_query_groups num_key_value_heads num_kv_heads",
     )
-    kv_channels: PositiveInt = optional("channels per head", "hidden_size / num_attention_heads", aliases="head_dim")
+    kv_channels: PositiveInt = optional(
+        "channels per head", "hidden_size / num_attention_heads", aliases="head_dim"
+    )
     ffn_hidden_size: PositiveInt = optional(
-        "MLP width (of each half if gated)", "4 * hidden_size", basic=True, aliases="intermediate_size intermediate_dim"
+        "MLP width (of each half if gated)",
+        "4 * hidden_size",
+        basic=True,
+        aliases="intermediate_size intermediate_dim",
     )
     vocab_size: int = option(49152, "vocabulary size", minimum=2, basic=True)
     make_vocab_size_divisible_by: int = option(
-        1, "pad the vocabulary to a multiple of this; the padding never affects a result", minimum=1, maximum=65536
+        1,
+        "pad the vocabulary to a multiple of this; the padding never affects a result",
+        minimum=1,
+        maximum=65536,
     )
     max_position_embeddings: PositiveInt = optional(
         "number of learned positions, and the context length that exports state",
@@ -92,7 +115,10 @@ class ModelConfig(Area):
         1.0, "fraction of each head's channels to rotate, counted from the first", needs=ROTATED
     )
     rope_type: str = option(
-        "default", "how to scale rotary frequencies for longer contexts", choices=ROPE_TYPES, needs=ROTATED
+        "default",
+        "how to scale rotary frequencies for longer contexts",
+        choices=ROPE_TYPES,
+        needs=ROTATED,
     )
     rope_factor: float | None = optional(
         "linear, llama3, yarn: factor by which the context grows",
@@ -112,24 +138,38 @@ class ModelConfig(Area):
         "llama3: do not scale wavelengths below original length / this", "llama3: 4", needs=LLAMA3
     )
     rope_beta_fast: PositiveFloat | None = optional(
-        "yarn: do not scale frequencies with more turns than this in the original length", "yarn: 32", needs=YARN
+        "yarn: do not scale frequencies with more turns than this in the original length",
+        "yarn: 32",
+        needs=YARN,
     )
     rope_beta_slow: PositiveFloat | None = optional(
-        "yarn: fully scale frequencies with fewer turns than this in the original length", "yarn: 1", needs=YARN
+        "yarn: fully scale frequencies with fewer turns than this in the original length",
+        "yarn: 1",
+        needs=YARN,
     )
     rope_attention_factor: PositiveFloat | None = optional(
         "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales", needs=YARN
     )
     rope_mscale: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in the numerator of the attention factor", "not used", needs=YARN
+        "yarn: scale of log(rope_factor) in the numerator of the attention factor",
+        "not used",
+        needs=YARN,
     )
     rope_mscale_all_dim: PositiveFloat | None = optional(
-        "yarn: scale of log(rope_factor) in the denominator; set both mscales or neither", "not used", needs=YARN
+        "yarn: scale of log(rope_factor) in the denominator; set both mscales or neither",
+        "not used",
+        needs=YARN,
     )
-    rope_truncate: bool | None = optional("yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN)
-    tie_word_embeddings: bool = option(True, "share one matrix between input embedding and output head", basic=True)
+    rope_truncate: bool | None = optional(
+        "yarn: round the ends of the ramp to whole channels", "yarn: 1", needs=YARN
+    )
+    tie_word_embeddings: bool = option(
+        True, "share one matrix between input embedding and output head", basic=True
+    )
     add_linear_biases: bool = option(True, "add biases to the linear layers", basic=True)
-    add_qkv_biases: bool = optional("add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias")
+    add_qkv_biases: bool = optional(
+        "add biases to query, key and value", "add_linear_biases", aliases="add_qkv_bias"
+    )
     add_mlp_biases: bool = optional("add biases to the MLP", "add_linear_biases")
     gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
     activation_type: str = optional(
@@ -139,45 +179,69 @@ class ModelConfig(Area):
         value_aliases=ACTIVATION_ALIASES,
         basic=True,
     )
-    normalization_type: str = option("layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True)
+    normalization_type: str = option(
+        "layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True
+    )
     layer_norm_eps: PositiveFraction = option(
-        1e-5, "epsilon added to the variance", aliases="norm_epsilon layernorm_epsilon layer_norm_epsilon"
+        1e-5,
+        "epsilon added to the variance",
+        aliases="norm_epsilon layernorm_epsilon layer_norm_epsilon",
     )
     zero_centered_normalization: bool = norm_weight_option(
         False, "store norm weights minus 1", aliases="apply_layernorm_1p"
     )
     use_layer_norm_weight: bool = option(True, "give norms weights (and layer norms biases)")
     input_embedding_norm: bool = option(False, "normalize the output of the embedding")
-    hybrid_norm: bool = option(False, "also normalize the outputs of attention and MLP before the residual addition")
-    qk_layernorm: bool = option(False, "normalize each head's queries and keys", aliases="use_qk_norm")
+    hybrid_norm: bool = option(
+        False, "also normalize the outputs of attention and MLP before the residual addition"
+    )
+    qk_layernorm: bool = option(
+        False, "normalize each head's queries and keys", aliases="use_qk_norm"
+    )
     full_precision_residual: bool = low_precision_option(
         False, "keep the residual stream in fp32", aliases="fp32_residual_connection"
     )
-    scale_attn_by_inverse_layer_idx: bool = option(False, "divide attention scores by the block's number, from 1")
+    scale_attn_by_inverse_layer_idx: bool = option(
+        False, "divide attention scores by the block's number, from 1"
+    )
     attention_softmax_in_fp32: bool = low_precision_option(
         False,
         "compute attention with the plain formula, scores and their gradients in fp32",
         aliases="upcast_attn",
-        needs=(Rule("attention_backend=auto|math", "only the math backend computes the softmax in fp32"),),
+        needs=(
+            Rule(
+                "attention_backend=auto|math", "only the math backend computes the softmax in fp32"
+            ),
+        ),
     )
-    logit_soft_cap: NonNegativeFloat = option(0.0, "cap logits to cap * tanh(logits / cap); 0: no cap")
-    window_size: PositiveInt | None = optional("sliding attention window, in tokens", "full causal attention")
+    logit_soft_cap: NonNegativeFloat = option(
+        0.0, "cap logits to cap * tanh(logits / cap); 0: no cap"
+    )
+    window_size: PositiveInt | None = optional(
+        "sliding attention window, in tokens", "full causal attention"
+    )
     attention_dropout: ProperFraction = option(0.0, "dropout on attention probabilities")
     hidden_dropout: ProperFraction = option(0.0, "dropout on each residual branch")
     embedding_dropout: ProperFraction = optional("dropout on embeddings", "hidden_dropout")
-    init_method_std: NonNegativeFloat = optional("standard deviation of initial weights", "hidden_size ** -0.5")
-    init_method_std_embed: NonNegativeFloat = optional("standard deviation of initial embeddings", "init_method_std")
+    init_method_std: NonNegativeFloat = optional(
+        "standard deviation of initial weights", "hidden_size ** -0.5"
+    )
+    init_method_std_embed: NonNegativeFloat = optional(
+        "standard deviation of initial embeddings", "init_method_std"
+    )
     init_method_std_qkv: NonNegativeFloat = optional(
         "standard deviation of initial query, key and value weights", "init_method_std"
     )
     init_method_std_attn_proj: NonNegativeFloat = optional(
-        "standard deviation of initial attention output weights", "init_method_std / sqrt(2 * num_layers)"
+        "standard deviation of initial attention output weights",
+        "init_method_std / sqrt(2 * num_layers)",
     )
     init_method_std_mlp_1: NonNegativeFloat = optional(
         "standard deviation of initial weights of the first MLP layer", "init_method_std"
     )
     init_method_std_mlp_2: NonNegativeFloat = optional(
-        "standard deviation of initial weights of the second MLP layer", "init_method_std / sqrt(2 * num_layers)"
+        "standard deviation of initial weights of the second MLP layer",
+        "init_method_std / sqrt(2 * num_layers)",
     )
     layer_norm_init_range: Fraction = norm_weight_option(
         0.0, "draw initial norm weights uniformly from 1 +- this (zero-centered: 0 +- this)"
@@ -194,13 +258,15 @@ class ModelConfig(Area):
         return int(self.kv_channels * self.rotary_percent)
 
     def vocabulary_rows(self, ranks: int) -> int:
-        """Rows of embedding and head per tensor-parallel rank: the vocabulary, padded with zeros."""
+        """Rows of embedding and head per tensor-parallel rank: the vocabulary, padded with
+        zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // (unit * ranks)) * unit
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:
-    """Return exp(-rotary_embedding_scale), rounded to an integer if the relative difference is at most 1e-9."""
+    """Return exp(-rotary_embedding_scale), rounded to an integer if the relative difference is at
+    most 1e-9."""
     base = math.exp(-rotary_embedding_scale)
     return float(round(base)) if abs(base - round(base)) <= 1e-9 * base else base
 
@@ -227,7 +293,9 @@ class PerformanceConfig(Area):
         "use fused Triton kernels instead of the same formulas in torch", "1 on a GPU"
     )
     attention_backend: str = option(
-        "auto", "implementation of attention (auto: the fastest that the device supports)", choices=ATTENTION_BACKENDS
+        "auto",
+        "implementation of attention (auto: the fastest that the device supports)",
+        choices=ATTENTION_BACKENDS,
     )
     cpu_matmul: str = option(
         "auto",
@@ -242,7 +310,8 @@ class PerformanceConfig(Area):
         value_aliases={"fused": "torch"},
     )
     cross_entropy_splits: PositiveInt | None = optional(
-        "split a micro-batch's loss into N chunks of tokens", "256 tokens each (CPU; 512 in 16 bits), up to 3072 (GPU)"
+        "split a micro-batch's loss into N chunks of tokens",
+        "256 tokens each (CPU; 512 in 16 bits), up to 3072 (GPU)",
     )
     cross_entropy_block_size: PositiveInt | None = optional(
         "compute logits for this many vocabulary entries at a time; costs a second product with the head's weights",
@@ -285,9 +354,10 @@ class PerformanceConfig(Area):
         return by_block(self.mlp_recompute_level, num_layers)
 
 
-# Values that differ between blocks: `activation,full:8` is full in the first 8 blocks and activation in the others.
-# Parts with a number take that many blocks each, in order from the first; the part without a number takes the rest, and
-# comes first in the canonical form. `values.parse_by_block` checks such a text.
+# Values that differ between blocks: `activation,full:8` is full in the first 8 blocks and
+# activation in the others. Parts with a number take that many blocks each, in order from the first;
+# the part without a number takes the rest, and comes first in the canonical form.
+# `values.parse_by_block` checks such a text.
 
 
 def block_parts(text: str) -> list[tuple[str, str | None]]:

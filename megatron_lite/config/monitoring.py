@@ -32,7 +32,9 @@ profile_option = idle_unless(PROFILED)
 class RunConfig(Area):
     """Run and monitoring"""
 
-    experiment_dir: str | None = optional("folder for all files of the run", "nothing is written", basic=True)
+    experiment_dir: str | None = optional(
+        "folder for all files of the run", "nothing is written", basic=True
+    )
     experiment_name: str | None = wandb_option(
         None,
         "name of the run in Weights & Biases",
@@ -41,20 +43,29 @@ class RunConfig(Area):
         may_differ=True,
     )
     report: bool = idle_unless("experiment_dir")(
-        True, "write report.html, a page about the run, into experiment_dir at the end of each start"
+        True,
+        "write report.html, a page about the run, into experiment_dir at the end of each start",
     )
     log_interval: PositiveInt = optional(
         "iterations between log lines", "100, or a fiftieth of train_iters", basic=True
     )
-    log_offset: NonNegativeInt = option(1, "first logged iteration (0: only multiples of log_interval)")
-    log_communication: bool = option(False, "log the bytes and the time of each step's communication, by kind")
+    log_offset: NonNegativeInt = option(
+        1, "first logged iteration (0: only multiples of log_interval)"
+    )
+    log_communication: bool = option(
+        False, "log the bytes and the time of each step's communication, by kind"
+    )
     debug_layer_outputs: int = debug_level("the output of each layer", training=True)
     debug_layer_gradients: int = debug_level("the gradient of each layer's input", training=True)
     debug_param_init: int = debug_level("each parameter after initialization")
     debug_param_gradients: int = debug_level("each gradient shard after reduction", training=True)
-    debug_all_param_gradients: int = debug_level("each parameter's gradient after reduction", training=True)
+    debug_all_param_gradients: int = debug_level(
+        "each parameter's gradient after reduction", training=True
+    )
     debug_param_update: int = debug_level("each parameter after the update", training=True)
-    debug_global_tensors: bool = option(True, "gather tensors from all ranks before logging them (slow)")
+    debug_global_tensors: bool = option(
+        True, "gather tensors from all ranks before logging them (slow)"
+    )
     debug_activation_memory: bool = option(False, "log the memory in use after each layer")
     debug_schedule: bool = option(
         False,
@@ -66,13 +77,18 @@ class RunConfig(Area):
         "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",
         idle_unless="tensor_parallel!=1",
     )
-    save_tensor_logs: bool = option(False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED)
+    save_tensor_logs: bool = option(
+        False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED
+    )
     show_tensor_logs: bool = option(True, "print logged tensors")
-    peak_tflops: PositiveFloat | None = optional("dense peak TFLOP/s of one device, for mfu", "known for common GPUs")
+    peak_tflops: PositiveFloat | None = optional(
+        "dense peak TFLOP/s of one device, for mfu", "known for common GPUs"
+    )
 
 
 def _added(tracker: str, switch: str) -> tuple[Rule]:
-    """Return the rule that --trackers, if given, has the tracker that the option `switch` turns on."""
+    """Return the rule that --trackers, if given, has the tracker that the option `switch` turns
+    on."""
     fix = f"add {tracker} to --trackers, or leave {switch} out"
     return (Rule(f"trackers={tracker}", f"{switch} turns {tracker} on", fix=fix),)
 
@@ -88,7 +104,9 @@ class TrackingConfig(Area):
         choices=TRACKERS,
         also=r"[\w.]+:\w+",
         needs=(
-            Rule("experiment_dir", "jsonl has nowhere to write", when="trackers=jsonl and dry_run=0"),
+            Rule(
+                "experiment_dir", "jsonl has nowhere to write", when="trackers=jsonl and dry_run=0"
+            ),
             Rule(
                 "tensorboard_dir or experiment_dir",
                 "tensorboard has nowhere to write",
@@ -107,27 +125,37 @@ class TrackingConfig(Area):
         aliases="wandb_entity",
         needs=_added("wandb", "wandb_entity_name"),
     )
-    wandb_project_name: str = wandb_option("megatron_lite", "Weights & Biases project", aliases="wandb_project")
-    wandb_group_name: str = wandb_option("default", "Weights & Biases group", aliases="wandb_group", may_differ=True)
+    wandb_project_name: str = wandb_option(
+        "megatron_lite", "Weights & Biases project", aliases="wandb_project"
+    )
+    wandb_group_name: str = wandb_option(
+        "default", "Weights & Biases group", aliases="wandb_group", may_differ=True
+    )
     wandb_id: str | None = wandb_option(
         None,
         "id of the Weights & Biases run, which later starts in the same experiment_dir continue",
         unset="a new one, saved in experiment_dir/wandb.json",
         may_differ=True,
     )
-    wandb_tags: tuple[str, ...] = wandb_option((), "tags of the Weights & Biases run", may_differ=True)
+    wandb_tags: tuple[str, ...] = wandb_option(
+        (), "tags of the Weights & Biases run", may_differ=True
+    )
     wandb_mode: str | None = wandb_option(
         None,
         "online; offline: record on disk, for `wandb sync`; disabled: record nothing",
         choices=("online", "offline", "disabled"),
         unset="WANDB_MODE, else online with a key and offline without",
     )
-    wandb_save_code: bool = wandb_option(False, "add the source of this program to the Weights & Biases run")
+    wandb_save_code: bool = wandb_option(
+        False, "add the source of this program to the Weights & Biases run"
+    )
     wandb_status_interval: PositiveInt | None = wandb_option(
         None, "iterations between Weights & Biases alerts with metrics", unset="none"
     )
     wandb_post_alerts: bool = wandb_option(
-        None, "post Weights & Biases alerts when the run starts, ends or fails", unset="on with wandb_status_interval"
+        None,
+        "post Weights & Biases alerts when the run starts, ends or fails",
+        unset="on with wandb_status_interval",
     )
     watch: tuple[str, ...] = idle_unless("trackers and train_iters")(
         (),
@@ -149,7 +177,11 @@ def is_run_id(text: str) -> bool:
 
 def default_trackers(options: object) -> tuple[str, ...]:
     """Return the trackers that other options ask for."""
-    needs = {"jsonl": "experiment_dir", "wandb": "wandb_entity_name", "tensorboard": "tensorboard_dir"}
+    needs = {
+        "jsonl": "experiment_dir",
+        "wandb": "wandb_entity_name",
+        "tensorboard": "tensorboard_dir",
+    }
     return tuple(name for name in TRACKERS if getattr(options, needs[name]) is not None)
 
 
@@ -162,14 +194,17 @@ class ProfilingConfig(Area):
         "profile operations on the CPU with PyTorch's profiler, into profiles/ of experiment_dir: a trace for "
         "ui.perfetto.dev, and a table of the operations, sorted by self time",
     )
-    profile_cuda: bool = idle_unless("experiment_dir and device!=cpu")(False, "also profile kernels on the GPU")
+    profile_cuda: bool = idle_unless("experiment_dir and device!=cpu")(
+        False, "also profile kernels on the GPU"
+    )
     profile_schedule: bool = idle_unless("experiment_dir")(
         False,
         "time each step of the schedule, its gathers and reductions, and how much of them computation overlaps: a "
         "table, a trace and a page",
     )
     profile_skip: NonNegativeInt = profile_option(
-        1, "iterations before the profile, counted from each start; one more is profiled and discarded, as it is slower"
+        1,
+        "iterations before the profile, counted from each start; one more is profiled and discarded, as it is slower",
     )
     profile_active: PositiveInt = profile_option(1, "iterations to profile")
     profile_ranks: tuple[NonNegativeInt, ...] = idle_unless(f"{PROFILED} or memory_snapshot")(

@@ -1,4 +1,5 @@
-"""Options of the update: learning rate, optimizer, weight decay, clipping, guards, loss scale, weight averages."""
+"""Options of the update: learning rate, optimizer, weight decay, clipping, guards, loss scale,
+weight averages."""
 
 from __future__ import annotations
 
@@ -45,12 +46,17 @@ class LearningRateConfig(Area):
     """Learning rate"""
 
     lr: NonNegativeFloat = option(1e-4, "peak learning rate", basic=True, aliases="learning_rate")
-    min_lr: NonNegativeFloat | None = optional("learning rate after the decay", "min_lr_ratio * lr, or 0", basic=True)
+    min_lr: NonNegativeFloat | None = optional(
+        "learning rate after the decay", "min_lr_ratio * lr, or 0", basic=True
+    )
     min_lr_ratio: NonNegativeFloat | None = optional(
         "min_lr as a fraction of lr; above 1 the learning rate rises", "see min_lr"
     )
     lr_decay_style: str = option(
-        "constant", "shape of the decay (power_tokens is Levanter's power)", choices=DECAY_STYLES, basic=True
+        "constant",
+        "shape of the decay (power_tokens is Levanter's power)",
+        choices=DECAY_STYLES,
+        basic=True,
     )
     lr_decay_iters: PositiveInt = optional(
         "iteration at which the last decay or the cooldown ends; the learning rate is constant from then on",
@@ -104,7 +110,9 @@ class LearningRateConfig(Area):
         (), "iterations of each cycle; the rest of the run forms the last cycle"
     )
     lr_cosine_exponent: PositiveFloat = option(
-        1.0, "exponent of the cosine factor, which falls from 1 to 0", idle_unless="lr_decay_style=cosine"
+        1.0,
+        "exponent of the cosine factor, which falls from 1 to 0",
+        idle_unless="lr_decay_style=cosine",
     )
     lr_inv_sqrt_timescale: PositiveFloat = option(
         10000.0,
@@ -116,7 +124,9 @@ class LearningRateConfig(Area):
         "power_tokens: learning rate batch_size * a * tokens ** b, at most lr; tokens are counted from the start of "
         "the decay, and follow batch_size_schedule, as batch_size does",
     )
-    lr_power_b: float = power_tokens_option(-0.51, "power_tokens: b in the formula of lr_power_a", below=0.0)
+    lr_power_b: float = power_tokens_option(
+        -0.51, "power_tokens: b in the formula of lr_power_a", below=0.0
+    )
     lr_cooldown: NonNegativeInt | Share = option(
         0,
         "iterations of linear decay to min_lr at the end of the run, or their share of it, after all cycles; for "
@@ -124,7 +134,10 @@ class LearningRateConfig(Area):
         aliases="lr_cooldown_iters lr_cooldown_fraction",
     )
     lr_step_offset: int = option(
-        1, "1: the first update uses lr / lr_warmup; 0: it uses 0, as in Levanter", minimum=0, maximum=1
+        1,
+        "1: the first update uses lr / lr_warmup; 0: it uses 0, as in Levanter",
+        minimum=0,
+        maximum=1,
     )
     lr_schedule: str | None = optional(
         'schedule as stages "type,iters,lr[,end_lr[,power]];...", instead of the options above; types: constant, '
@@ -132,7 +145,9 @@ class LearningRateConfig(Area):
         "stage without end",
         "see lr_decay_style",
     )
-    lr_schedule_offset: NonNegativeInt = option(0, "start N iterations into the schedule, to continue another run")
+    lr_schedule_offset: NonNegativeInt = option(
+        0, "start N iterations into the schedule, to continue another run"
+    )
     default_lr_scale: NonNegativeFloat = option(1.0, "factor on every learning rate")
 
 
@@ -149,7 +164,9 @@ class OptimizerConfig(Area):
         choices=OPTIMIZERS,
         value_aliases={"adam": "adamw"},
     )
-    weight_decay: NonNegativeFloat = option(0.01, "decoupled weight decay: shrinks weights by lr * this", basic=True)
+    weight_decay: NonNegativeFloat = option(
+        0.01, "decoupled weight decay: shrinks weights by lr * this", basic=True
+    )
     weight_decay_modules: tuple[str, ...] = decay_option(
         (),
         "decay only these weights (and those of weight_decay_default_mask if given): patterns as in --freeze, any "
@@ -170,14 +187,26 @@ class OptimizerConfig(Area):
         choices=DECAY_MASKS,
         unset="fast_llm, or only weight_decay_modules",
     )
-    adamc_weight_decay: bool = decay_option(False, "also scale weight decay by the learning rate over its peak (AdamC)")
-    adam_beta1: ProperFraction = beta_option(0.9, "decay of the first moment", basic=True, aliases="beta1")
-    adam_beta2: ProperFraction = beta_option(0.999, "decay of the second moment", basic=True, aliases="beta2")
-    adam_eps: PositiveFloat = adam_option(1e-8, "added to the root of second moments", aliases="adam_epsilon epsilon")
+    adamc_weight_decay: bool = decay_option(
+        False, "also scale weight decay by the learning rate over its peak (AdamC)"
+    )
+    adam_beta1: ProperFraction = beta_option(
+        0.9, "decay of the first moment", basic=True, aliases="beta1"
+    )
+    adam_beta2: ProperFraction = beta_option(
+        0.999, "decay of the second moment", basic=True, aliases="beta2"
+    )
+    adam_eps: PositiveFloat = adam_option(
+        1e-8, "added to the root of second moments", aliases="adam_epsilon epsilon"
+    )
     adam_nesterov: bool = adam_option(False, "use Nesterov momentum (NAdam)")
-    muon_momentum: ProperFraction = muon_option(0.95, "decay of Muon's momentum, a running mean of gradients")
+    muon_momentum: ProperFraction = muon_option(
+        0.95, "decay of Muon's momentum, a running mean of gradients"
+    )
     muon_nesterov: bool = muon_option(True, "use Nesterov momentum in Muon")
-    muon_ns_steps: int = muon_option(5, "Newton-Schulz iterations to orthogonalize an update", minimum=1, maximum=100)
+    muon_ns_steps: int = muon_option(
+        5, "Newton-Schulz iterations to orthogonalize an update", minimum=1, maximum=100
+    )
     muon_adjust_lr: str = muon_option(
         "match_rms_adamw",
         "learning-rate factor of an (m, n) matrix; match_rms_adamw: 0.2 * sqrt(max(m, n)), which fits AdamW's learning"
@@ -189,7 +218,10 @@ class OptimizerConfig(Area):
         0.9, "decay of SGD's momentum, a running sum of gradients", idle_unless="optimizer=sgd"
     )
     clip_grad: NonNegativeFloat = option(
-        1.0, "clip gradients to this global norm; 0: no clipping", basic=True, aliases="max_grad_norm"
+        1.0,
+        "clip gradients to this global norm; 0: no clipping",
+        basic=True,
+        aliases="max_grad_norm",
     )
     clip_grad_style: str = option(
         "torch",
@@ -202,13 +234,19 @@ class OptimizerConfig(Area):
         "off",
         aliases="update_rms_clipping",
         needs=ADAMW,
-        excludes=(Rule("clip_update_norm_sigma", "updates are clipped by RMS or by norm, not by both"),),
+        excludes=(
+            Rule("clip_update_norm_sigma", "updates are clipped by RMS or by norm, not by both"),
+        ),
     )
     clip_update_norm_sigma: PositiveFloat | None = optional(
-        "clip the norm of an update to the mean + N standard deviations of recent updates", "off", needs=ADAMW
+        "clip the norm of an update to the mean + N standard deviations of recent updates",
+        "off",
+        needs=ADAMW,
     )
     clip_update_norm_window: WindowLength = option(
-        128, "number of recent updates for clip_update_norm_sigma", idle_unless="clip_update_norm_sigma"
+        128,
+        "number of recent updates for clip_update_norm_sigma",
+        idle_unless="clip_update_norm_sigma",
     )
     skip_bad_steps: bool = option(
         False,
@@ -217,9 +255,12 @@ class OptimizerConfig(Area):
         "leave it)",
     )
     skip_bad_steps_window: WindowLength = skip_option(
-        128, "number of recent iterations for skip_bad_steps; nothing is dropped until the window is half full"
+        128,
+        "number of recent iterations for skip_bad_steps; nothing is dropped until the window is half full",
     )
-    skip_bad_steps_sigma: PositiveFloat = skip_option(6.0, "drop updates above the mean + N standard deviations")
+    skip_bad_steps_sigma: PositiveFloat = skip_option(
+        6.0, "drop updates above the mean + N standard deviations"
+    )
     on_bad_step: str = option(
         "skip",
         "action after dropping an update (by skip_bad_steps, or because it is not finite); skip: continue; abort: end "
@@ -233,17 +274,30 @@ class OptimizerConfig(Area):
         "validation, export or save. Overflows that lower a dynamic loss scale do not count",
         idle_unless="on_bad_step!=abort or training_dtype=fp16",
     )
-    crash_on_nan: bool = crash_option(False, "with on_bad_step=skip: abort if loss or gradient was NaN")
-    crash_on_inf: bool = crash_option(False, "with on_bad_step=skip: abort if loss or gradient was infinite")
-    lr_scales: tuple[str, ...] = option(
-        (), "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match wins, 0 freezes"
+    crash_on_nan: bool = crash_option(
+        False, "with on_bad_step=skip: abort if loss or gradient was NaN"
     )
-    freeze: tuple[str, ...] = option((), "freeze weights whose names match these patterns (blocks.0, *.bias)")
+    crash_on_inf: bool = crash_option(
+        False, "with on_bad_step=skip: abort if loss or gradient was infinite"
+    )
+    lr_scales: tuple[str, ...] = option(
+        (),
+        "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match wins, 0 freezes",
+    )
+    freeze: tuple[str, ...] = option(
+        (), "freeze weights whose names match these patterns (blocks.0, *.bias)"
+    )
     loss_scale: LossScale | None = optional("constant loss scale", "dynamic for fp16, 1 otherwise")
-    initial_loss_scale: LossScale = dynamic_scale_option(2.0**16, "initial dynamic loss scale (fp16)")
+    initial_loss_scale: LossScale = dynamic_scale_option(
+        2.0**16, "initial dynamic loss scale (fp16)"
+    )
     min_loss_scale: LossScale = dynamic_scale_option(1.0, "smallest loss scale (fp16)")
-    loss_scale_window: PositiveInt = dynamic_scale_option(1000, "good updates before the loss scale doubles (fp16)")
-    hysteresis: PositiveInt = dynamic_scale_option(2, "overflows before the loss scale halves (fp16)")
+    loss_scale_window: PositiveInt = dynamic_scale_option(
+        1000, "good updates before the loss scale doubles (fp16)"
+    )
+    hysteresis: PositiveInt = dynamic_scale_option(
+        2, "overflows before the loss scale halves (fp16)"
+    )
 
 
 @dataclass

@@ -26,7 +26,8 @@ LossScale = Annotated[float, {"minimum": 2.0**-100, "maximum": 2.0**100}]
 
 
 class Area:
-    """Base of the option dataclasses: `__init__` sets each attribute; only a `Draft` may change it later."""
+    """Base of the option dataclasses: `__init__` sets each attribute; only a `Draft` may change it
+    later."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -37,7 +38,8 @@ class Area:
 
 
 class Rule(NamedTuple):
-    """A condition on other options that an option needs or excludes once it differs from its default.
+    """A condition on other options that an option needs or excludes once it differs from its
+    default.
 
     `validation.rules` defines the syntax of conditions.
     """
@@ -50,7 +52,8 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Flag:
-    """An option and its flag; `values.FLAGS` adds what the dataclass field holds: name, type, bounds, default."""
+    """An option and its flag; `values.FLAGS` adds what the dataclass field holds: name, type,
+    bounds, default."""
 
     help: str
     name: str = ""
@@ -58,7 +61,9 @@ class Flag:
     default: Any = None
     optional: bool = False  # takes `none`
     area: str = ""
-    words: tuple[str, ...] = ()  # accepted in place of a number: auto, all; none if it is not the default
+    words: tuple[
+        str, ...
+    ] = ()  # accepted in place of a number: auto, all; none if it is not the default
     takes_share: bool = False  # in place of a number: 0.1, or 10%
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
@@ -72,11 +77,15 @@ class Flag:
     aliases: tuple[str, ...] = ()  # other spellings of the flag, here and in other programs
     unset: str = ""  # what None resolves to, in words
     basic: bool = False  # shown by --help; other options only by --help_all
-    idle_unless: str = ""  # condition, as "clip_grad and device!=cpu"; if it fails, warn of no effect
+    idle_unless: str = (
+        ""  # condition, as "clip_grad and device!=cpu"; if it fails, warn of no effect
+    )
     needs: tuple[Rule, ...] = ()  # conditions that must hold; otherwise the command line is refused
     excludes: tuple[Rule, ...] = ()  # conditions that must not hold
     never_empty: bool = False  # refuse an empty text instead of using the default
-    may_differ: bool = False  # from rank to rank; any other difference between ranks is refused at the start
+    may_differ: bool = (
+        False  # from rank to rank; any other difference between ranks is refused at the start
+    )
     secret: bool = False  # JSON object of environment variables; the option holds only their names
 
     @property
@@ -91,13 +100,16 @@ class Flag:
 
 def option(default: Any, help: str, aliases: str = "", **details: Any) -> Any:
     """Declare one option; see `Flag` for the details, and separate aliases by spaces."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(help, aliases=tuple(aliases.split()), **details)})
+    return dataclasses.field(
+        default=default, metadata={"flag": Flag(help, aliases=tuple(aliases.split()), **details)}
+    )
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:
     """Declare an option that defaults to None; `unset` says what None means.
 
-    If `validation.resolve` derives the option, only a `Draft` holds None, and the type is that of the resolved value.
+    If `validation.resolve` derives the option, only a `Draft` holds None, and the type is that of
+    the resolved value.
     """
     return option(None, help, unset=unset, **details)
 
@@ -112,7 +124,8 @@ SAVED = (Rule("experiment_dir", "there is nowhere to save", when="dry_run=0"),)
 
 
 def debug_level(what: str, training: bool = False) -> Any:
-    """Declare an option that logs tensors; the highest level samples 2**27 elements, 512 MiB in fp32.
+    """Declare an option that logs tensors; the highest level samples 2**27 elements, 512 MiB in
+    fp32.
 
     training: whether the tensors exist only during training.
     """

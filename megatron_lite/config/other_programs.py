@@ -1,4 +1,5 @@
-"""Other programs' names for flags and values, read from `other_programs.txt`, whose head explains its syntax."""
+"""Other programs' names for flags and values, read from `other_programs.txt`, whose head explains
+its syntax."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Row(NamedTuple):
     """One or more flags of another program that have the same answer."""
 
     names: tuple[str, ...]
-    here: str = ""  # what to write instead; empty if nothing, or if the flag exists here under this name
+    here: str = (
+        ""  # what to write instead; empty if nothing, or if the flag exists here under this name
+    )
     remark: str = ""  # the reason if there is nothing to write
     only: tuple[str, ...] = ()  # accepted values, which describe what this program does anyway
     switch: bool = False  # takes 0 and 1; bare means 1
@@ -39,13 +42,17 @@ class Table(NamedTuple):
     """Everything in `other_programs.txt`."""
 
     programs: Mapping[str, tuple[Row, ...]]
-    values: Mapping[str, str]  # `option=value`, in lower case -> why it is refused, with what to write instead
+    values: Mapping[
+        str, str
+    ]  # `option=value`, in lower case -> why it is refused, with what to write instead
 
 
 @functools.cache
 def table() -> Table:
     """Return the table of this installation; the first call reads it."""
-    return read_table((resources.files("megatron_lite.config") / "other_programs.txt").read_text("utf-8"))
+    return read_table(
+        (resources.files("megatron_lite.config") / "other_programs.txt").read_text("utf-8")
+    )
 
 
 def read_table(text: str) -> Table:
@@ -58,7 +65,9 @@ def read_table(text: str) -> Table:
     values: dict[str, str] = {}
     programs: dict[str, list[Row]] = {}
     section = ""
-    for line in re.sub(r"\n +", " ", text).splitlines():  # an indented line continues the one before
+    for line in re.sub(
+        r"\n +", " ", text
+    ).splitlines():  # an indented line continues the one before
         try:
             if not line or line.startswith("#"):
                 continue
@@ -76,10 +85,14 @@ def read_table(text: str) -> Table:
             else:
                 match = _ROW.fullmatch(line)
                 if match is None or not (match["here"] or match["remark"]):
-                    raise ValueError("write <names> -> <flags>, <names> | <remark>, or <names> = <values> | <remark>")
+                    raise ValueError(
+                        "write <names> -> <flags>, <names> | <remark>, or <names> = <values> | <remark>"
+                    )
                 here, remark = (_filled(match[part] or "", texts) for part in ("here", "remark"))
                 words, only = (tuple((match[part] or "").split()) for part in ("names", "only"))
-                programs.setdefault(section, []).append(Row(words, here, remark, only, bool(match["switch"])))
+                programs.setdefault(section, []).append(
+                    Row(words, here, remark, only, bool(match["switch"]))
+                )
         except ValueError as error:
             raise ValueError(f"{line}: {error}") from None
     rows = {program: tuple(rows) for program, rows in programs.items()}
@@ -87,7 +100,8 @@ def read_table(text: str) -> Table:
 
 
 def refused_value(name: str, text: str) -> str | None:
-    """Return why a value of the option `name` is refused, with what to write instead; None for other values."""
+    """Return why a value of the option `name` is refused, with what to write instead; None for
+    other values."""
     values, value = table().values, text.lower()
     if reason := values.get(f"{name}={value}"):
         return reason

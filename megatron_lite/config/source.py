@@ -1,8 +1,8 @@
 """Options of what a run starts from and what it saves: presets, pretrained weights, checkpoints.
 
-`--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing the publisher's
-config.json gives the same values, including dropouts and the initial standard deviation. Presets leave out derived and
-default values.
+`--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing
+the publisher's config.json gives the same values, including dropouts and the initial standard
+deviation. Presets leave out derived and default values.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class SourceConfig(Area):
     """Presets and pretrained weights"""
 
     model: str | None = optional(
-        "set the flags of a known architecture; other flags override them", "none", choices=tuple(PRESETS), basic=True
+        "set the flags of a known architecture; other flags override them",
+        "none",
+        choices=tuple(PRESETS),
+        basic=True,
     )
     pretrained_checkpoint_path: str | None = optional(
         "start from this folder: a Hugging Face model, a checkpoint, or the newest in another run's experiment_dir",
@@ -89,13 +92,18 @@ class SourceConfig(Area):
         basic=True,
     )
     pretrained_checkpoint_type: str | None = pretrained_option(
-        None, "type of the pretrained folder", choices=("huggingface", "distributed"), unset="detected"
+        None,
+        "type of the pretrained folder",
+        choices=("huggingface", "distributed"),
+        unset="detected",
     )
     use_pretrained_config: bool = pretrained_option(
-        True, "take the architecture from the pretrained folder; 0: from the flags, which must agree"
+        True,
+        "take the architecture from the pretrained folder; 0: from the flags, which must agree",
     )
     ignore_pretrained_config: bool = pretrained_option(
-        False, "let flags override the architecture of the pretrained folder, provided that its weights fit"
+        False,
+        "let flags override the architecture of the pretrained folder, provided that its weights fit",
     )
     load_parts: tuple[str, ...] = pretrained_option(
         ("model",),
@@ -115,7 +123,9 @@ class SourceConfig(Area):
         False,
         "start from a checkpoint that lacks parameters of the model or has extra ones: initialize the missing ones, "
         "and list both (with ignore_pretrained_config if model flags differ)",
-        excludes=(Rule(IMPORTED, "only checkpoints of this program may be partial", when=PRETRAINED),),
+        excludes=(
+            Rule(IMPORTED, "only checkpoints of this program may be partial", when=PRETRAINED),
+        ),
     )
     resize_vocabulary: str | None = pretrained_option(
         None,
@@ -130,7 +140,9 @@ class SourceConfig(Area):
     )
 
 
-LOADED = Rule("experiment_dir or load_checkpoint_path", "there is nothing to load", when="dry_run=0")
+LOADED = Rule(
+    "experiment_dir or load_checkpoint_path", "there is nothing to load", when="dry_run=0"
+)
 STARTS_ANEW = Rule("load_policy=never", "a run that starts from scratch loads no checkpoint")
 
 
@@ -139,7 +151,11 @@ class CheckpointConfig(Area):
     """Checkpoints"""
 
     checkpoint_interval: PositiveInt | None = optional(
-        "iterations between checkpoints", "only the last iteration", basic=True, aliases="save_interval", needs=SAVED
+        "iterations between checkpoints",
+        "only the last iteration",
+        basic=True,
+        aliases="save_interval",
+        needs=SAVED,
     )
     checkpoint_minutes: PositiveFloat | None = optional(
         "also save this many minutes after the last save, by rank 0's clock",
@@ -147,7 +163,10 @@ class CheckpointConfig(Area):
         needs=SAVED,
     )
     max_checkpoints: PositiveInt | None = optional(
-        "keep the newest N checkpoints, and those of keep_checkpoints", "all", basic=True, idle_unless="experiment_dir"
+        "keep the newest N checkpoints, and those of keep_checkpoints",
+        "all",
+        basic=True,
+        idle_unless="experiment_dir",
     )
     keep_best: str | None = optional(
         "save after each validation with the lowest value so far of this metric, never delete the best checkpoint, and "
@@ -155,7 +174,11 @@ class CheckpointConfig(Area):
         "off",
         choices=("validation_loss", "validation_averaged_loss"),
         also=r"validation_(averaged_)?loss/.+",
-        value_aliases={"loss": "validation_loss", "val_loss": "validation_loss", "eval_loss": "validation_loss"},
+        value_aliases={
+            "loss": "validation_loss",
+            "val_loss": "validation_loss",
+            "eval_loss": "validation_loss",
+        },
         needs=(*SAVED, Rule("validation_iters", "nothing is validated")),
         idle_unless="train_iters",
     )
@@ -182,7 +205,10 @@ class CheckpointConfig(Area):
         "or an experiment directory",
         "none",
         never_empty=True,
-        excludes=(STARTS_ANEW, Rule("pretrained_checkpoint_path", "a run starts from one of the two")),
+        excludes=(
+            STARTS_ANEW,
+            Rule("pretrained_checkpoint_path", "a run starts from one of the two"),
+        ),
     )
     resume_iteration: NonNegativeInt | None = optional(
         "go back to the checkpoint of this iteration, or fail without it (exit 4); newer ones are set aside",
@@ -192,10 +218,13 @@ class CheckpointConfig(Area):
         aliases="ckpt_step",
     )
     allow_data_change: bool = option(
-        False, "resume even if data, weights of data sets, split, tokenizer or seed differ from the checkpoint's"
+        False,
+        "resume even if data, weights of data sets, split, tokenizer or seed differ from the checkpoint's",
     )
     save_retries: NonNegativeInt = option(
-        3, "retries of a save after a storage failure, after pauses of 1, 4, 16, 60 ... s", idle_unless="experiment_dir"
+        3,
+        "retries of a save after a storage failure, after pauses of 1, 4, 16, 60 ... s",
+        idle_unless="experiment_dir",
     )
     mirror: str | None = optional(
         "copy each finished checkpoint and export, and metrics.jsonl, to this remote folder in the background, as in "
@@ -218,7 +247,9 @@ class CheckpointConfig(Area):
         idle_unless="mirror",
     )
     adopt_mirror: bool = option(
-        False, "use the mirror of another run, or of an older version, as that of this one", idle_unless="mirror"
+        False,
+        "use the mirror of another run, or of an older version, as that of this one",
+        idle_unless="mirror",
     )
     async_checkpoint: bool = option(
         False,

@@ -30,14 +30,43 @@ class DtypeNames(NamedTuple):
 
 
 DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
-    {"fp32": DtypeNames("float32", "F32"), "bf16": DtypeNames("bfloat16", "BF16"), "fp16": DtypeNames("float16", "F16")}
+    {
+        "fp32": DtypeNames("float32", "F32"),
+        "bf16": DtypeNames("bfloat16", "BF16"),
+        "fp16": DtypeNames("float16", "F16"),
+    }
 )
-DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+DTYPE_ALIASES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 PLANNED_DEVICES = (
-    *("h100", "h200", "b200", "a100", "a100-40", "v100", "l40s", "a6000", "rtx4090", "rtx5090", "mi300x", "cpu"),
+    *(
+        "h100",
+        "h200",
+        "b200",
+        "a100",
+        "a100-40",
+        "v100",
+        "l40s",
+        "a6000",
+        "rtx4090",
+        "rtx5090",
+        "mi300x",
+        "cpu",
+    ),
 )
 
-WITHOUT_FP8_UNITS = ("a100", "a100-40", "v100", "a6000", "mi300x")  # mi300x has units for other formats
+WITHOUT_FP8_UNITS = (
+    "a100",
+    "a100-40",
+    "v100",
+    "a6000",
+    "mi300x",
+)  # mi300x has units for other formats
 
 # Options that have no effect unless another one has this value.
 plan_option = idle_unless("dry_run")
@@ -46,7 +75,10 @@ throttled_option = idle_unless("throttle_cpu and device!=cpu")
 tensor_parallel_option = idle_unless("tensor_parallel!=1")
 pipeline_option = idle_unless("pipeline_parallel!=1")
 PIPELINE_SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
-ONE_LOOP = ("one_f_one_b", "zero_bubble_v")  # there and back, with placement v; the others have as many as fit
+ONE_LOOP = (
+    "one_f_one_b",
+    "zero_bubble_v",
+)  # there and back, with placement v; the others have as many as fit
 
 
 @dataclass
@@ -67,13 +99,17 @@ class MultiStageConfig(Area):
         why="a layer cannot be split between stages; to save memory, write 1 and set fewer buffers",
     )
     num_weight_buffers: PositiveInt | None = optional(
-        "full weight buffers; 1 saves memory, 2 overlap gathers", "one per stage; 2 for zero_stage 3"
+        "full weight buffers; 1 saves memory, 2 overlap gathers",
+        "one per stage; 2 for zero_stage 3",
     )
     num_grad_buffers: PositiveInt | None = optional(
-        "full gradient buffers; 1 saves memory, 2 overlap reductions", "one per stage; 2 for zero_stage 2 and 3"
+        "full gradient buffers; 1 saves memory, 2 overlap reductions",
+        "one per stage; 2 for zero_stage 2 and 3",
     )
     full_precision_gradients: bool = low_precision_option(
-        True, "accumulate and reduce gradients in fp32", aliases="accumulate_allreduce_grads_in_fp32"
+        True,
+        "accumulate and reduce gradients in fp32",
+        aliases="accumulate_allreduce_grads_in_fp32",
     )
     store_frozen_weights_in_optimization_precision: bool = option(
         True, "keep shards of frozen weights in fp32; 0: in the training dtype"
@@ -105,9 +141,15 @@ class MultiStageConfig(Area):
         maximum=1,
         why="write more --layers_per_stage instead",
     )
-    throttle_cpu: bool = gpu_option(True, "several GPUs: keep the host from queueing schedule steps far ahead")
-    throttle_cpu_rate: PositiveInt = throttled_option(1, "record an event, and wait for one, every N schedule steps")
-    throttle_cpu_delay: NonNegativeInt = throttled_option(3, "wait for the event recorded N recordings ago")
+    throttle_cpu: bool = gpu_option(
+        True, "several GPUs: keep the host from queueing schedule steps far ahead"
+    )
+    throttle_cpu_rate: PositiveInt = throttled_option(
+        1, "record an event, and wait for one, every N schedule steps"
+    )
+    throttle_cpu_delay: NonNegativeInt = throttled_option(
+        3, "wait for the event recorded N recordings ago"
+    )
 
 
 @dataclass
@@ -116,7 +158,11 @@ class DistributedConfig(Area):
 
     device: str = option("auto", "device to run on", choices=("auto", "cuda", "cpu"), basic=True)
     training_dtype: str = option(
-        "fp32", "dtype of weights and activations", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, basic=True
+        "fp32",
+        "dtype of weights and activations",
+        choices=tuple(DTYPES),
+        value_aliases=DTYPE_ALIASES,
+        basic=True,
     )
     tf32: bool = option(
         False,
@@ -128,7 +174,9 @@ class DistributedConfig(Area):
             Rule("machine_speeds", "its fp32 products were measured without TF32"),
         ),
     )
-    seed: int = option(1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True)
+    seed: int = option(
+        1234, "seed for weights, data order and dropout", minimum=0, maximum=2**63 - 1, basic=True
+    )
     tensor_parallel: PositiveInt = option(
         1,
         "tensor-parallel ranks, which split heads, channels, vocabulary",
@@ -136,7 +184,10 @@ class DistributedConfig(Area):
         aliases="tensor_model_parallel_size",
     )
     pipeline_parallel: PositiveInt = option(
-        1, "pipeline-parallel ranks, which have different layers", basic=True, aliases="pipeline_model_parallel_size"
+        1,
+        "pipeline-parallel ranks, which have different layers",
+        basic=True,
+        aliases="pipeline_model_parallel_size",
     )
     data_parallel_shard: NonNegativeInt | None = optional(
         "hybrid shards: neighbouring data-parallel ranks that share weights and gradients; further groups "
@@ -149,7 +200,9 @@ class DistributedConfig(Area):
         "replicas of hybrid shards: sets --data_parallel_shard to the data-parallel ranks of each",
         aliases="data_parallel_replicate_degree num_distributed_optimizer_instances",
     )
-    replica_ici_axis_size: PositiveInt = option(1, "times as many replicas (in Levanter those in a slice)")
+    replica_ici_axis_size: PositiveInt = option(
+        1, "times as many replicas (in Levanter those in a slice)"
+    )
     pipeline_first: bool = pipeline_option(
         False, "neighbouring ranks are of one pipeline; 0: of one data-parallel group"
     )
@@ -159,16 +212,24 @@ class DistributedConfig(Area):
         aliases="sequence_parallel",
     )
     parallel_embeddings: bool = tensor_parallel_option(
-        True, "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both"
+        True,
+        "split the vocabulary of embedding and head over the tensor-parallel ranks; 0: replicate both",
     )
     overlap_tensor_reduce: bool = tensor_parallel_option(
         False,
         "compute products that are summed over the tensor-parallel ranks in two halves of the tokens: the first half's "
         "sums overlap with the second product",
-        excludes=(Rule("fp8=tensorwise|rowwise|delayed or int8", "rounded factors have the scales of all tokens"),),
+        excludes=(
+            Rule(
+                "fp8=tensorwise|rowwise|delayed or int8",
+                "rounded factors have the scales of all tokens",
+            ),
+        ),
         aliases="tp_comm_overlap",
     )
-    deterministic: bool = option(False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode")
+    deterministic: bool = option(
+        False, "use only deterministic GPU algorithms (slower)", aliases="deterministic_mode"
+    )
     symmetric_memory: bool = gpu_option(
         False,
         "GPUs: gather by copy engines (zero-CTA collectives) from NCCL's symmetric memory (off until measured)",
@@ -180,7 +241,10 @@ class DistributedConfig(Area):
         "no checks",
     )
     distributed_timeout: float = option(
-        60.0, "seconds before giving up a collective in a step, or a machine that is silent", above=0.0, maximum=1e6
+        60.0,
+        "seconds before giving up a collective in a step, or a machine that is silent",
+        above=0.0,
+        maximum=1e6,
     )
     startup_timeout: float = option(
         3600.0,
@@ -198,13 +262,20 @@ class DistributedConfig(Area):
         "what is odd; only: then end",
         choices=("0", "1", "only"),
     )
-    dry_run: bool = option(False, "print memory, traffic, predicted speed and a command that fits", basic=True)
+    dry_run: bool = option(
+        False, "print memory, traffic, predicted speed and a command that fits", basic=True
+    )
     world_size: int | Auto | None = optional(
         "number of ranks to plan for in a dry run; auto: the fewest GPUs that fit",
         "as many as torchrun starts",
         minimum=1,
         maximum=2**24,
-        needs=(Rule("dry_run", "a run takes the number of ranks from torchrun (nproc-per-node and nnodes)"),),
+        needs=(
+            Rule(
+                "dry_run",
+                "a run takes the number of ranks from torchrun (nproc-per-node and nnodes)",
+            ),
+        ),
     )
     gpu: str | None = plan_option(
         None,
@@ -234,7 +305,10 @@ class DistributedConfig(Area):
         "write a Slurm job with the recommended command to this file",
         unset="none",
         needs=(
-            Rule("experiment_dir", "a job that is requeued starts over without a folder to resume from"),
+            Rule(
+                "experiment_dir",
+                "a job that is requeued starts over without a folder to resume from",
+            ),
             Rule("data_path or dataset_source=random", "the job has no data to train on"),
         ),
     )
@@ -245,7 +319,9 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
 
     Group n, counted from 1, ends at block int(n * layers_per_stage), or at the last block.
     """
-    groups = math.ceil(num_layers / layers_per_stage)  # may be off by one, as products round differently
+    groups = math.ceil(
+        num_layers / layers_per_stage
+    )  # may be off by one, as products round differently
     while int(groups * layers_per_stage) < num_layers:
         groups += 1
     while int((groups - 1) * layers_per_stage) >= num_layers:
@@ -254,15 +330,19 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
 
 
 def shard_of_node(options: DistributedConfig, world_size: int, nodes: int) -> int:
-    """Return the data-parallel ranks of a node, of nodes with equally many, if they are side by side; else 0 (all)."""
+    """Return the data-parallel ranks of a node, of nodes with equally many, if they are side by
+    side; else 0 (all)."""
     ranks = world_size // (options.tensor_parallel * options.pipeline_parallel)
-    together = options.tensor_parallel * (options.pipeline_parallel if options.pipeline_first else 1)
+    together = options.tensor_parallel * (
+        options.pipeline_parallel if options.pipeline_first else 1
+    )
     size, rest = divmod(world_size, nodes * together)
     return size if rest == 0 and 1 < size < ranks and ranks % size == 0 else 0
 
 
 def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> int:
-    """Return the number of chunks of a pipeline (see `zero/pipeline.py`); 0 if it has too few stages of blocks."""
+    """Return the number of chunks of a pipeline (see `zero/pipeline.py`); 0 if it has too few
+    stages of blocks."""
     if ranks == 1:
         return 1
     unit = ranks * (2 if placement == "v" else 1)

@@ -33,7 +33,9 @@ fim_option = idle_unless("fim_rate")
 export_option = idle_unless("export_interval or keep_best")
 interval_option = idle_unless("export_interval")
 SAMPLED = Rule("sample_interval", "no samples are written")
-TEMPERED = Rule("sample_temperature", "temperature 0 draws nothing at random", when="sample_interval")
+TEMPERED = Rule(
+    "sample_temperature", "temperature 0 draws nothing at random", when="sample_interval"
+)
 LISTED = Rule(
     "dataset_source=file",
     "the data sets must be on the command line",
@@ -44,9 +46,13 @@ validation_option = idle_unless("validation_iters")
 
 
 # Phase -> the option of its batches, in the order of --split.
-ITERATIONS = MappingProxyType({"training": "train_iters", "validation": "validation_iters", "test": "test_iters"})
+ITERATIONS = MappingProxyType(
+    {"training": "train_iters", "validation": "validation_iters", "test": "test_iters"}
+)
 NO_MASK = "none"  # in --loss_mask: every token of that data set counts
-OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})  # phase -> its own data
+OWN_DATA = MappingProxyType(
+    {"validation": "valid_data_path", "test": "test_data_path"}
+)  # phase -> its own data
 
 
 @dataclass
@@ -54,18 +60,27 @@ class BatchConfig(Area):
     """Batch"""
 
     batch_size: PositiveInt = optional(
-        "samples per iteration, over all ranks", "derived", basic=True, aliases="global_batch_size train_batch_size"
+        "samples per iteration, over all ranks",
+        "derived",
+        basic=True,
+        aliases="global_batch_size train_batch_size",
     )
     micro_batch_size: PositiveInt = optional(
-        "samples per rank in one forward pass", "derived", basic=True, aliases="per_device_train_batch_size"
+        "samples per rank in one forward pass",
+        "derived",
+        basic=True,
+        aliases="per_device_train_batch_size",
     )
     depth_first_micro_batches: PositiveInt = optional(
-        "depth-first micro-batches: forward and backward of one before the next", "sequential_micro_batches"
+        "depth-first micro-batches: forward and backward of one before the next",
+        "sequential_micro_batches",
     )
     breadth_first_micro_batches: PositiveInt = optional(
         "breadth-first micro-batches: all of them pass one stage before the next", "1"
     )
-    sequential_micro_batches: PositiveInt = optional("depth-first * breadth-first micro-batches", "derived")
+    sequential_micro_batches: PositiveInt = optional(
+        "depth-first * breadth-first micro-batches", "derived"
+    )
     batch_size_schedule: tuple[str, ...] = option(
         (),
         'batch sizes by iteration, instead of batch_size: "0:32 1000:64" is 32 samples in each of the first 1000 '
@@ -75,9 +90,13 @@ class BatchConfig(Area):
         False, "pad a batch that does not divide evenly into micro-batches; padding never counts"
     )
     eval_micro_batch_size: PositiveInt | None = optional(
-        "micro_batch_size for validation and test", "micro_batch_size", idle_unless="validation_iters or test_iters"
+        "micro_batch_size for validation and test",
+        "micro_batch_size",
+        idle_unless="validation_iters or test_iters",
     )
-    sequence_length: PositiveInt = option(2048, "tokens per sample", basic=True, aliases="seq_length seq_len")
+    sequence_length: PositiveInt = option(
+        2048, "tokens per sample", basic=True, aliases="seq_length seq_len"
+    )
 
 
 @dataclass
@@ -105,7 +124,9 @@ class DataConfig(Area):
         idle_unless="dataset_source!=random and validation_iters",
     )
     test_data_path: tuple[str, ...] = option(
-        (), "test data of its own, as valid_data_path", idle_unless="dataset_source!=random and test_iters"
+        (),
+        "test data of its own, as valid_data_path",
+        idle_unless="dataset_source!=random and test_iters",
     )
     dataset_cache: str = file_option(
         "",
@@ -127,7 +148,9 @@ class DataConfig(Area):
         "skip_first_epoch: as epoch, but the first one in file order; none: file order",
         choices=("epoch", "full", "skip_first_epoch", "none"),
         value_aliases={"disabled": "none"},
-        needs=(Rule("max_epochs", "its order depends on the number of epochs", when="shuffle=full"),),
+        needs=(
+            Rule("max_epochs", "its order depends on the number of epochs", when="shuffle=full"),
+        ),
     )
     shuffle_era: PositiveInt | None = optional(
         "shuffle training samples within windows of N samples only, so that reads stay in one part of a file",
@@ -139,7 +162,9 @@ class DataConfig(Area):
         "also reshuffle documents every epoch, before training samples are cut; takes 2.5 s for 10 million documents",
     )
     max_epochs: PositiveInt | None = optional(
-        "refuse to train on any data set for more than N epochs", "no limit", idle_unless="dataset_source!=random"
+        "refuse to train on any data set for more than N epochs",
+        "no limit",
+        idle_unless="dataset_source!=random",
     )
     cross_document_attention: bool = file_option(
         True,
@@ -158,7 +183,9 @@ class DataConfig(Area):
             ),
         ),
     )
-    reset_position_ids: bool = file_option(False, "count positions from the start of each document, not of the sample")
+    reset_position_ids: bool = file_option(
+        False, "count positions from the start of each document, not of the sample"
+    )
     mask_document_starts: bool = file_option(
         False,
         "leave the first token of each document out of the loss, as only another document precedes it",
@@ -178,9 +205,13 @@ class DataConfig(Area):
         "in tokenizer_file",
     )
     fim_max_middle_len: PositiveInt | None = optional(
-        "longest middle in characters; its length is then drawn uniformly", "no limit", idle_unless="fim_rate"
+        "longest middle in characters; its length is then drawn uniformly",
+        "no limit",
+        idle_unless="fim_rate",
     )
-    fim_spm_rate: Fraction = fim_option(0.5, "share of rearranged documents with the suffix before the prefix")
+    fim_spm_rate: Fraction = fim_option(
+        0.5, "share of rearranged documents with the suffix before the prefix"
+    )
     fim_split_sample: str | None = optional(
         "token that separates the files of a document: in a document that fim_rate selects, fim_fragment_rate of the "
         "files are rearranged, each separately",
@@ -188,10 +219,15 @@ class DataConfig(Area):
         idle_unless="fim_rate",
     )
     fim_fragment_rate: Fraction = option(
-        0.0, "share of files to rearrange in a selected document", idle_unless="fim_rate and fim_split_sample"
+        0.0,
+        "share of files to rearrange in a selected document",
+        idle_unless="fim_rate and fim_split_sample",
     )
     fim_ignore_prefix: str | None = optional(
-        "do not rearrange documents that begin with this text", "none", idle_unless="fim_rate", aliases="fim_no_prefix"
+        "do not rearrange documents that begin with this text",
+        "none",
+        idle_unless="fim_rate",
+        aliases="fim_no_prefix",
     )
     fim_truncate_or_pad: bool = fim_option(
         False, "keep the length of each rearranged document: cut its suffix, or pad it"
@@ -215,18 +251,26 @@ class DataConfig(Area):
         None, "batches each worker prepares ahead", unset="2", may_differ=True
     )
     multiprocessing_context: str = worker_option(
-        "spawn", "start method of the workers", choices=("spawn", "fork", "forkserver"), may_differ=True
+        "spawn",
+        "start method of the workers",
+        choices=("spawn", "fork", "forkserver"),
+        may_differ=True,
     )
 
     def path_flag(self, phase: str) -> str:
-        """Return the option that names the data of a phase: its own if that is given, else data_path."""
+        """Return the option that names the data of a phase: its own if that is given, else
+        data_path."""
         own = OWN_DATA.get(phase, "data_path")
         return own if getattr(self, own) else "data_path"
 
     @property
     def needs_borders(self) -> bool:
         """Whether the run has to know where documents begin."""
-        within = self.reset_position_ids or self.mask_document_starts or not self.cross_document_attention
+        within = (
+            self.reset_position_ids
+            or self.mask_document_starts
+            or not self.cross_document_attention
+        )
         return within or self.fim_rate > 0
 
 
@@ -238,13 +282,16 @@ class TrainingConfig(Area):
         0, "iterations of the whole run, including restarts", basic=True, aliases="num_train_steps"
     )
     train_tokens: PositiveInt | None = optional(
-        "tokens of the whole run, instead of train_iters, which becomes the fewest iterations that read them", "no goal"
+        "tokens of the whole run, instead of train_iters, which becomes the fewest iterations that read them",
+        "no goal",
     )
     epochs: PositiveFloat | None = optional(
         "epochs of the whole run, each of which reads every token of data_path once, instead of train_iters",
         "no goal",
         needs=(
-            Rule("dataset_source=list", "lists of data sets have weights, and random tokens no end"),
+            Rule(
+                "dataset_source=list", "lists of data sets have weights, and random tokens no end"
+            ),
             Rule("dry_run=0", "a dry run reads no data", fix="write --train_tokens"),
         ),
     )
@@ -281,19 +328,29 @@ class TrainingConfig(Area):
         1000, "iterations between validations", basic=True, aliases="eval_interval steps_per_eval"
     )
     validation_by_dataset: bool = validation_option(
-        False, "also validate on each data set of data_path separately, with validation_iters batches each"
+        False,
+        "also validate on each data set of data_path separately, with validation_iters batches each",
     )
     test_iters: NonNegativeInt = option(0, "batches in the test after training")
-    export_interval: PositiveInt | None = optional("iterations between exports", "no exports", basic=True, needs=SAVED)
+    export_interval: PositiveInt | None = optional(
+        "iterations between exports", "no exports", basic=True, needs=SAVED
+    )
     export_format: str = export_option(
-        "huggingface", "a model folder, or a resumable checkpoint (distributed)", choices=("huggingface", "distributed")
+        "huggingface",
+        "a model folder, or a resumable checkpoint (distributed)",
+        choices=("huggingface", "distributed"),
     )
     export_weights: str = interval_option(
         "raw",
         "weights of a Hugging Face export: as trained (raw) or averaged; export/best has those that keep_best measures",
         choices=("raw", "average"),
         needs=(Rule("ema_type=ema|ema_decay_sqrt", "no average is kept"),),
-        excludes=(Rule("export_format=distributed", "a resumable checkpoint always holds weights and averages"),),
+        excludes=(
+            Rule(
+                "export_format=distributed",
+                "a resumable checkpoint always holds weights and averages",
+            ),
+        ),
     )
     export_model_type: str | None = optional(
         "architecture of a Hugging Face export",
@@ -301,14 +358,20 @@ class TrainingConfig(Area):
         choices=MODEL_TYPES,
     )
     export_dtype: str = export_option(
-        None, "dtype of exported weights", choices=tuple(DTYPES), value_aliases=DTYPE_ALIASES, unset="training_dtype"
+        None,
+        "dtype of exported weights",
+        choices=tuple(DTYPES),
+        value_aliases=DTYPE_ALIASES,
+        unset="training_dtype",
     )
     export_shard_size: str = option(
         "5GB",
         "largest file of a Hugging Face export: 5GB, 500MB, 2GiB, or a number of bytes",
         idle_unless="export_interval or keep_best and export_format=huggingface",
     )
-    export_callback_script: str = interval_option("", "program to run after each export, with its folder as argument")
+    export_callback_script: str = interval_option(
+        "", "program to run after each export, with its folder as argument"
+    )
     export_callback_env: str = option(
         "",
         "environment variables for the callback, a JSON object of strings; only their names are recorded",
@@ -327,7 +390,9 @@ class TrainingConfig(Area):
     sample_prompts: str | None = optional(
         "text file with the prompts of samples, one per line", "none", needs=(SAMPLED,)
     )
-    sample_tokens: int = option(64, "tokens after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval")
+    sample_tokens: int = option(
+        64, "tokens after a prompt", minimum=1, maximum=65536, idle_unless="sample_interval"
+    )
     sample_temperature: NonNegativeFloat = option(
         0.0, "temperature of samples; 0: always take the most probable token", needs=(SAMPLED,)
     )
@@ -337,7 +402,9 @@ class TrainingConfig(Area):
         needs=(SAMPLED, TEMPERED._replace(when="sample_interval and sample_top_k!=1")),
     )
     sample_top_p: PositiveFraction = option(
-        1.0, "draw samples from the fewest tokens whose probabilities add up to this", needs=(SAMPLED, TEMPERED)
+        1.0,
+        "draw samples from the fewest tokens whose probabilities add up to this",
+        needs=(SAMPLED, TEMPERED),
     )
     stop_interval: PositiveInt | None = optional(
         "save and stop every N iterations", "no stop", aliases="exit_interval", needs=SAVED
@@ -345,10 +412,15 @@ class TrainingConfig(Area):
     early_stopping_patience: PositiveInt | None = optional(
         "save and end the run (exit 0) after this many validations in a row that do not improve on keep_best",
         "no early end",
-        needs=(Rule("keep_best", "it says what to improve", fix="write --keep_best=validation_loss"),),
+        needs=(
+            Rule("keep_best", "it says what to improve", fix="write --keep_best=validation_loss"),
+        ),
     )
     max_minutes: PositiveFloat | None = optional(
-        "save and stop this many minutes after the start", "no limit", aliases="exit_duration_in_mins", needs=SAVED
+        "save and stop this many minutes after the start",
+        "no limit",
+        aliases="exit_duration_in_mins",
+        needs=SAVED,
     )
     stop_before_end_s: PositiveFloat | None = optional(
         "save and stop this many seconds before the end of the Slurm job (SLURM_JOB_END_TIME, or squeue)",
@@ -364,6 +436,7 @@ class TrainingConfig(Area):
 
     @property
     def inference(self) -> bool:
-        """Whether the run needs neither gradients nor optimizer state: no training, and no export with them."""
+        """Whether the run needs neither gradients nor optimizer state: no training, and no export
+        with them."""
         resumable_exports = self.export_interval is not None and self.export_format == "distributed"
         return self.train_iters == 0 and not resumable_exports

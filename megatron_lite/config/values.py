@@ -1,8 +1,9 @@
 """The flags, one for every option of `config/`, and the parsing of their values.
 
-A value is never guessed: it is legal, or `BadValueError` names the broken rule and the value to write instead. Numbers
-are plain ASCII digits, because Python's `int` and `float` also accept `nan`, `1_000` and full-width digits, round
-`1e999` to infinity, and take seconds for a hundred thousand digits.
+A value is never guessed: it is legal, or `BadValueError` names the broken rule and the value to
+write instead. Numbers are plain ASCII digits, because Python's `int` and `float` also accept `nan`,
+`1_000` and full-width digits, round `1e999` to infinity, and take seconds for a hundred thousand
+digits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megatron_lite.config.option import All, Auto, Flag
 from megatron_lite.errors import without_credentials
 
 LARGEST_INTEGER = 2**63 - 1
-DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
+DASHES = (
+    "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
+)
 PATHS = frozenset(  # options that name files and folders
     "experiment_dir data_path valid_data_path test_data_path dataset_cache loss_mask tokenizer_file "
     "pretrained_checkpoint_path load_checkpoint_path sample_prompts export_callback_script tensorboard_dir "
@@ -35,12 +38,15 @@ REMOTE = frozenset(  # those that may name remote storage, of which a run makes 
 URL, LOCAL = r"[A-Za-z][\w+.-]*://", "a URL is neither read nor written"
 QUOTES = "'\"\u2018\u2019\u201c\u201d"
 LONGEST_NUMBER = 64  # characters
-LONGEST_SHOWN = 200  # characters of a value in banners and messages; a --data_path may have thousands of files
+LONGEST_SHOWN = (
+    200  # characters of a value in banners and messages; a --data_path may have thousands of files
+)
 LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 
 class BadValueError(ValueError):
-    """A value that its flag does not take; the message is the rule and the fix, without the name of the flag.
+    """A value that its flag does not take; the message is the rule and the fix, without the name of
+    the flag.
 
     instead: values to write, unless the rule names one. guessed: whether these are only a guess.
     """
@@ -64,7 +70,9 @@ def _flags() -> dict[str, Flag]:
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
-            annotation, *others = str(field.type).split(" | ")  # config/ keeps its annotations as text
+            annotation, *others = str(field.type).split(
+                " | "
+            )  # config/ keeps its annotations as text
             declared = field.metadata["flag"]
             kind, bounds = _kind_and_bounds(annotation)
             flags[field.name] = dataclasses.replace(
@@ -74,7 +82,10 @@ def _flags() -> dict[str, Flag]:
                 default=field.default,
                 optional=field.default is None,
                 area=area,
-                words=(*declared.words, *(word for other in others for word in words.get(other, ()))),
+                words=(
+                    *declared.words,
+                    *(word for other in others for word in words.get(other, ())),
+                ),
                 takes_share="Share" in others,
                 **bounds,
             )
@@ -82,7 +93,8 @@ def _flags() -> dict[str, Flag]:
 
 
 def _kind_and_bounds(annotation: str) -> tuple[str, dict[str, float]]:
-    """Return `Flag.kind` and the bounds of a type: "list of int" and >= 1 for `tuple[PositiveInt, ...]`."""
+    """Return `Flag.kind` and the bounds of a type: "list of int" and >= 1 for `tuple[PositiveInt,
+    ...]`."""
     item = annotation.removeprefix("tuple[").removesuffix(", ...]")
     kind, bounds = get_args(getattr(declarations, item, None)) or (item, {})
     name = getattr(kind, "__name__", kind)
@@ -96,11 +108,14 @@ SPELLINGS: Mapping[str, Flag] = MappingProxyType(
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_NUMBER_LIKE = re.compile(r"[+-]?(?:nan|inf(?:inity)?)|[+-]?\.?\d[\d_.,]*(?:e[+-]?\d*)?", re.IGNORECASE)
+_NUMBER_LIKE = re.compile(
+    r"[+-]?(?:nan|inf(?:inity)?)|[+-]?\.?\d[\d_.,]*(?:e[+-]?\d*)?", re.IGNORECASE
+)
 
 
 def shown(value: str) -> str:
-    """Return `value` for an error message: shortened if long, and quoted and escaped unless it is plain ASCII.
+    """Return `value` for an error message: shortened if long, and quoted and escaped unless it is
+    plain ASCII.
 
     A secret in an address is hidden.
     """
@@ -127,7 +142,9 @@ def parse_float(text: str) -> float:
         raise BadValueError("not a finite number")
     if not _NUMBER.fullmatch(text):
         meant = (value for value in _meant_numbers(text) if math.isfinite(value))
-        raise BadValueError("not a number; write it in plain ASCII digits", *(number(value) for value in meant))
+        raise BadValueError(
+            "not a number; write it in plain ASCII digits", *(number(value) for value in meant)
+        )
     value = float(text)
     if math.isinf(value):
         raise BadValueError("too large for a 64-bit float")
@@ -140,12 +157,17 @@ def parse_int(text: str) -> int:
     """Parse a 64-bit integer.
 
     Raises:
-        BadValueError: for anything but ASCII digits with an optional sign, such as `5e5` and `10.0`.
+        BadValueError: for anything but ASCII digits with an optional sign, such as `5e5` and
+        `10.0`.
     """
     if len(text) > LONGEST_NUMBER:
         raise BadValueError(f"an integer has at most {LONGEST_NUMBER} characters")
     if not _INTEGER.fullmatch(text):
-        meant = [value for value in _meant_numbers(text) if value.is_integer() and abs(value) <= LARGEST_INTEGER]
+        meant = [
+            value
+            for value in _meant_numbers(text)
+            if value.is_integer() and abs(value) <= LARGEST_INTEGER
+        ]
         if not meant:
             raise BadValueError("not an integer; write it in plain ASCII digits")
         raise BadValueError("not an integer", *(str(int(value)) for value in meant))
@@ -156,7 +178,8 @@ def parse_int(text: str) -> int:
 
 
 def _meant_numbers(text: str) -> list[float]:
-    """Return the numbers that another notation may mean: 1_000, 1,000, 5e5, 10%, 8k (8000 or 8192)."""
+    """Return the numbers that another notation may mean: 1_000, 1,000, 5e5, 10%, 8k (8000 or
+    8192)."""
     plain = text.replace("_", "")
     if re.fullmatch(r"[+-]?0,[0-9]+", plain):  # a decimal comma
         plain = plain.replace(",", ".")
@@ -169,7 +192,9 @@ def _meant_numbers(text: str) -> list[float]:
     if suffix in ("", "%"):
         return [value / 100 if suffix else value]
     power = {"k": 1, "m": 2, "g": 3, "b": 3, "t": 4}[suffix]
-    return [value * 1000.0**power, value * 1024.0**power] if suffix == "k" else [value * 1000.0**power]
+    return (
+        [value * 1000.0**power, value * 1024.0**power] if suffix == "k" else [value * 1000.0**power]
+    )
 
 
 def parse_bool(text: str) -> bool:
@@ -180,7 +205,10 @@ def parse_bool(text: str) -> bool:
     """
     values = {"0": False, "1": True, "false": False, "true": True}
     if text.lower() not in values:
-        words = {"1": ("yes", "on", "y", "t", "enable", "enabled"), "0": ("no", "off", "n", "f", "disable", "disabled")}
+        words = {
+            "1": ("yes", "on", "y", "t", "enable", "enabled"),
+            "0": ("no", "off", "n", "f", "disable", "disabled"),
+        }
         meant = [value for value, spellings in words.items() if text.lower() in spellings]
         raise BadValueError("takes 0 or 1 (or false, true)", *meant)
     return values[text.lower()]
@@ -212,14 +240,17 @@ def parse_choice(text: str, flag: Flag) -> str:
     value = flag.value_aliases.get(text, text)
     if value in flag.choices or re.fullmatch(flag.also, text):
         return value
-    known = {word: flag.value_aliases.get(word, word) for word in (*flag.choices, *flag.value_aliases)}
+    known = {
+        word: flag.value_aliases.get(word, word) for word in (*flag.choices, *flag.value_aliases)
+    }
     same = [value for word, value in known.items() if _letters(word) == _letters(text)]
     near = same[:1] or list(dict.fromkeys(known[word] for word in _meant_words(text, [*known])))
     raise BadValueError(f"takes {', '.join(flag.choices)}", *near[:3], guessed=not same)
 
 
 def parse_by_block(text: str, flag: Flag) -> str:
-    """Parse choices of `flag` with the number of their blocks: `activation,full:8`. See `block_parts`.
+    """Parse choices of `flag` with the number of their blocks: `activation,full:8`. See
+    `block_parts`.
 
     Raises:
         BadValueError: for anything else.
@@ -233,7 +264,9 @@ def parse_by_block(text: str, flag: Flag) -> str:
     rest = [choice for choice, count in parts if count is None]
     if len(rest) > 1:
         example = join_block_parts([(rest[0], None), *((choice, "8") for choice in rest[1:])])
-        raise BadValueError(f"{' and '.join(rest)} have no number of blocks; only one part may have none", example)
+        raise BadValueError(
+            f"{' and '.join(rest)} have no number of blocks; only one part may have none", example
+        )
     if not rest:
         unused = [choice for choice in flag.choices if choice not in dict(parts)][:1]
         examples = (join_block_parts([(choice, None), *parts]) for choice in unused)
@@ -249,21 +282,25 @@ def _part(text: str, value: str, number: str | None, flag: Flag) -> tuple[str, s
     except BadValueError as error:
         wrong = value if value not in flag.choices else number or ""
         right = [text.replace(wrong, other, 1) for other in error.instead if wrong]
-        raise BadValueError(f"{shown(wrong)}: {error.rule}", *right, guessed=error.guessed) from None
+        raise BadValueError(
+            f"{shown(wrong)}: {error.rule}", *right, guessed=error.guessed
+        ) from None
     if count is not None and count < 1:
         raise BadValueError(f"{choice}:{count} takes no block", text.replace(f":{number}", ":1", 1))
     return choice, None if count is None else str(count)
 
 
 def is_flag(text: str) -> bool:
-    """Whether a word is a flag, right or wrong, and not a value: dashes and a letter, but not `-inf`."""
+    """Whether a word is a flag, right or wrong, and not a value: dashes and a letter, but not
+    `-inf`."""
     if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
         return False
     return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
 
 
 def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...] | None:
-    """Parse a list; commas and spaces inside `words` separate items, too. `none` is a list that is empty by default.
+    """Parse a list; commas and spaces inside `words` separate items, too. `none` is a list that is
+    empty by default.
 
     Raises:
         BadValueError: for an empty or illegal item.
@@ -278,7 +315,10 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...] | None:
         example = "969,30,1" if flag.kind == "list of float" else "one or more items"
         raise BadValueError(f"an item is empty; write {example}")
     if flag.kind == "list of str":
-        return tuple(parse_choice(item, flag) if flag.choices else parse_text(item, flag.name) for item in items)
+        return tuple(
+            parse_choice(item, flag) if flag.choices else parse_text(item, flag.name)
+            for item in items
+        )
     return tuple(_parse_number(flag, item) for item in items)
 
 
@@ -291,7 +331,9 @@ def parse_value(flag: Flag, text: str) -> Any:
     if not text:
         if flag.is_text and not flag.never_empty:  # an unset variable in an env string
             return flag.default
-        raise BadValueError("the value is empty (an unset variable?); write a value or leave the flag out")
+        raise BadValueError(
+            "the value is empty (an unset variable?); write a value or leave the flag out"
+        )
     if flag.optional and text.lower() == "none" not in flag.words:
         return None
     if flag.kind == "bool":
@@ -315,7 +357,9 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
         if near := similar(text.lower(), flag.words, 1, 0.7):
             raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None
         rule = f"{error.rule} (must be {limits(flag)})" if limits(flag) else error.rule
-        raise BadValueError(rule, *(other for other in error.instead if is_legal(flag, other))) from None
+        raise BadValueError(
+            rule, *(other for other in error.instead if is_legal(flag, other))
+        ) from None
     check_bounds(flag, value)
     return value
 
@@ -343,12 +387,14 @@ def is_legal(flag: Flag, text: str) -> bool:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a word in lower case: RMSNorm and rms_norm are the same word."""
+    """Return the letters and digits of a word in lower case: RMSNorm and rms_norm are the same
+    word."""
     return re.sub("[^a-z0-9]", "", text[:LONGEST_NUMBER].lower())
 
 
 def _meant_words(text: str, words: Sequence[str]) -> list[str]:
-    """Return the words that `text` begins (bfloat), is a part of (layer) or misspells, or the one it begins with."""
+    """Return the words that `text` begins (bfloat), is a part of (layer) or misspells, or the one
+    it begins with."""
     plain, part = _letters(text), text[:LONGEST_NUMBER].lower()
     begun = [word for word in words if len(plain) > 1 and _letters(word).startswith(plain)]
     longer = [word for word in words if len(word) > 2 and plain.startswith(_letters(word))]
@@ -361,14 +407,16 @@ def _meant_words(text: str, words: Sequence[str]) -> list[str]:
 
 
 def similar(text: str, words: Iterable[str], count: int, cutoff: float) -> list[str]:
-    """Return up to `count` words that share at least this part of their letters with `text`, the most similar first."""
+    """Return up to `count` words that share at least this part of their letters with `text`, the
+    most similar first."""
     import difflib  # only a mistake needs it
 
     return difflib.get_close_matches(text[:LONGEST_NUMBER], [*words], count, cutoff)
 
 
 def limits(flag: Flag) -> str:
-    """Return the rule for a number in words, `>= 0 and < 1, or auto`; empty if every number is legal."""
+    """Return the rule for a number in words, `>= 0 and < 1, or auto`; empty if every number is
+    legal."""
     bounds = ((">=", flag.minimum), (">", flag.above), ("<=", flag.maximum), ("<", flag.below))
     rule = " and ".join(f"{sign} {number(bound)}" for sign, bound in bounds if bound is not None)
     if flag.minimum is not None and flag.minimum == flag.maximum:
@@ -388,9 +436,16 @@ def check_bounds(flag: Flag, value: Any) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and flag.by_block and re.search("[,:]", item):
             parse_by_block(item, flag)
-        elif isinstance(item, str) and flag.choices and item not in flag.choices and not re.fullmatch(flag.also, item):
+        elif (
+            isinstance(item, str)
+            and flag.choices
+            and item not in flag.choices
+            and not re.fullmatch(flag.also, item)
+        ):
             raise BadValueError(f"takes {', '.join(flag.choices)}")
-        elif isinstance(item, (str, bool)) and (flag.kind not in ("int", "float") or item in flag.words):
+        elif isinstance(item, (str, bool)) and (
+            flag.kind not in ("int", "float") or item in flag.words
+        ):
             continue
         elif isinstance(item, str) and flag.takes_share:
             parse_share(item)
@@ -400,8 +455,12 @@ def check_bounds(flag: Flag, value: Any) -> None:
 
 
 def _within(flag: Flag, value: float) -> bool:
-    over = (flag.minimum is None or value >= flag.minimum) and (flag.above is None or value > flag.above)
-    under = (flag.maximum is None or value <= flag.maximum) and (flag.below is None or value < flag.below)
+    over = (flag.minimum is None or value >= flag.minimum) and (
+        flag.above is None or value > flag.above
+    )
+    under = (flag.maximum is None or value <= flag.maximum) and (
+        flag.below is None or value < flag.below
+    )
     return math.isfinite(value) and over and under
 
 
@@ -418,14 +477,19 @@ def counted(number: int, noun: str) -> str:
 
 
 def written(value: Any) -> str:
-    """Return a value as a user would type it after its flag, without a secret in an address of an older run."""
+    """Return a value as a user would type it after its flag, without a secret in an address of an
+    older run."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, tuple):
         numbers = all(isinstance(item, (int, float)) for item in value)
-        return ",".join(number(item) for item in value) if numbers else without_credentials(" ".join(value))
+        return (
+            ",".join(number(item) for item in value)
+            if numbers
+            else without_credentials(" ".join(value))
+        )
     return number(value) if isinstance(value, float) else without_credentials(str(value))
 
 
@@ -434,7 +498,9 @@ def abridged(value: Any) -> str:
     text = written(value)
     if len(text) <= LONGEST_SHOWN:
         return text
-    return f"{text[:LONGEST_SHOWN]}..." + (f" ({len(value):,} words)" if isinstance(value, tuple) else "")
+    return f"{text[:LONGEST_SHOWN]}..." + (
+        f" ({len(value):,} words)" if isinstance(value, tuple) else ""
+    )
 
 
 def alike(config: Config, asked: Config) -> dict[str, list[str]]:
@@ -448,7 +514,8 @@ def alike(config: Config, asked: Config) -> dict[str, list[str]]:
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of another rank or start."""
+    """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of
+    another rank or start."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 

@@ -1,1 +1,2 @@
-"""From text to token files: inputs, documents, pieces of work that survive a kill, and the pair that they become."""
+"""From text to token files: inputs, documents, pieces of work that survive a kill, and the pair
+that they become."""

@@ -1,6 +1,7 @@
 """Run the programs of strangers in a process of its own, with limits of time, memory and output.
 
-Such a program can stay inside of one call of C, which no exception of Python ends; the kernel ends a process.
+Such a program can stay inside of one call of C, which no exception of Python ends; the kernel ends
+a process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any
         result, reason = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         end_process()
-        ended = f"takes more than {limits.seconds:g} s" if process.exitcode == -signal.SIGPROF else "ended its process"
+        ended = (
+            f"takes more than {limits.seconds:g} s"
+            if process.exitcode == -signal.SIGPROF
+            else "ended its process"
+        )
         raise DataError(f"{limits.program} {ended}") from None
     if reason:
         raise DataError(reason)
@@ -75,10 +80,13 @@ def _process() -> tuple[Connection, Any]:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer calls until the other end is closed. The kernel ends this process at the limit of time."""
+    """Answer calls until the other end is closed. The kernel ends this process at the limit of
+    time."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
-    logging.disable(logging.WARNING)  # libraries tell of no torch, and of folders what our errors say
+    logging.disable(
+        logging.WARNING
+    )  # libraries tell of no torch, and of folders what our errors say
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # rendering needs none, and loading takes seconds
     gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
     rendering, last = importlib.import_module("megatron_lite.corpus.rendering"), None
@@ -102,7 +110,9 @@ def _serve(connection: Connection) -> None:
             except Exception as error:  # whatever the program of a stranger raises
                 reason = f"{limits.program} refuses it: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes((json.dumps(["", reason[:LONGEST_REASON]]) if reason else answer).encode())
+            connection.send_bytes(
+                (json.dumps(["", reason[:LONGEST_REASON]]) if reason else answer).encode()
+            )
 
 
 def _limit_memory(more_bytes: int) -> None:
@@ -110,4 +120,6 @@ def _limit_memory(more_bytes: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most_bytes = pages * resource.getpagesize() + more_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1])
+        )

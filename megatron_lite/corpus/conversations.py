@@ -1,7 +1,8 @@
-"""Conversations as texts, by a chat template, with what counts in the loss: what the assistant says.
+"""Conversations as texts, by a chat template, with what counts in the loss: what the assistant
+says.
 
-Templates are programs of strangers: transformers runs them in a sandbox, in a process with limits of time, memory and
-output.
+Templates are programs of strangers: transformers runs them in a sandbox, in a process with limits
+of time, memory and output.
 """
 
 from __future__ import annotations
@@ -47,12 +48,19 @@ class ChatTemplate(NamedTuple):
         return MarkedText(*self._confined("spoken", messages, tools, first))
 
     def _confined(self, function: str, *arguments: Any) -> Any:
-        tokens = {key: value for key, value in self.config.items() if key.endswith("_token") and isinstance(value, str)}
+        tokens = {
+            key: value
+            for key, value in self.config.items()
+            if key.endswith("_token") and isinstance(value, str)
+        }
         return confined(LIMITS, function, self.text, tokens, *arguments)
 
     def turn_end(self) -> str:
-        """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space does."""
-        text = self.spoken([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+        """Return what ends the assistant's turn, such as `<|im_end|>`; empty if only white space
+        does."""
+        text = self.spoken(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        )
         return text[slice(*text.spans[-1])].partition("y")[2].strip() if text.spans else ""
 
 
@@ -72,21 +80,35 @@ class ConversationFields(TextFields):
         messages, shared, prompt, completion, tools = (look_up(value, key) for key in self.keys)
         if messages is None and isinstance(prompt, str) and isinstance(completion, str):
             span = (len(prompt), len(prompt + completion))
-            return _ended(MarkedText(prompt + completion, [span] if completion else []), self.end_of_completion)
+            return _ended(
+                MarkedText(prompt + completion, [span] if completion else []),
+                self.end_of_completion,
+            )
         first = 0
         if messages is None and isinstance(shared, list):
             turns = [turn if isinstance(turn, dict) else {} for turn in shared]
             roles = [ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns]
-            messages = [{"role": role, "content": turn.get("value")} for role, turn in zip(roles, turns, strict=True)]
+            messages = [
+                {"role": role, "content": turn.get("value")}
+                for role, turn in zip(roles, turns, strict=True)
+            ]
         elif messages is None and isinstance(prompt, list) and isinstance(completion, list):
             messages, first = prompt + completion, len(prompt)
         if not isinstance(messages, list) or not messages:
-            raise DataError(f"needs {self.keys[0]} (a list), conversations, or prompt and completion")
+            raise DataError(
+                f"needs {self.keys[0]} (a list), conversations, or prompt and completion"
+            )
         for number, message in enumerate(messages):
-            found = [message.get("role"), message.get("content", "")] if isinstance(message, dict) else [None]
+            found = (
+                [message.get("role"), message.get("content", "")]
+                if isinstance(message, dict)
+                else [None]
+            )
             if not isinstance(found[0], str) or not isinstance(found[-1], str | list | None):
                 raise DataError(f"messages[{number}] needs a role and a content, both texts")
-        messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
+        messages = [
+            {key: part for key, part in message.items() if part is not None} for message in messages
+        ]
         return _ended(self.template.spoken(messages, tools, first), self.end)
 
 
@@ -95,11 +117,14 @@ def _ended(text: MarkedText, end: str) -> MarkedText:
     if text.endswith(end):
         return text
     last = text.spans and text.spans[-1][1] >= len(text.rstrip())
-    return MarkedText(text + end, [*text.spans, (len(text), len(text + end))] if last else text.spans)
+    return MarkedText(
+        text + end, [*text.spans, (len(text), len(text + end))] if last else text.spans
+    )
 
 
 def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
-    """Return the template of a tokenizer.json (own; `byte` has none), a known one, or that of a file.
+    """Return the template of a tokenizer.json (own; `byte` has none), a known one, or that of a
+    file.
 
     Raises: UsageError if there is none; DataError if a file cannot be read or is none.
     """
@@ -114,7 +139,9 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
             config["chat_template"] = file.read_text("utf-8")
     if not config.get("chat_template"):
         known = ", ".join([*files, "own"])
-        raise UsageError(f"this tokenizer has no chat template; --chat_template is {known}, or a file")
+        raise UsageError(
+            f"this tokenizer has no chat template; --chat_template is {known}, or a file"
+        )
     template = ChatTemplate(config["chat_template"], config)
     end = template.turn_end()
     if "eos_token" not in str(template.text) and opened.token_id(end) is not None:
@@ -122,11 +149,22 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
     return template
 
 
-def conversation_fields(name: str, given: TextFields, tokenizer: TokenizerChoice) -> ConversationFields:
-    """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: as `find_template`."""
-    if given.separator != TextFields.separator or len(given.keys) > 1 or tokenizer.begin is not None:
-        raise UsageError("--chat_template: leave out --separator, --begin_of_document and a second --json_key")
-    template = find_template(BYTE if tokenizer.train or tokenizer.name == BYTE else str(tokenizer.source), name)
+def conversation_fields(
+    name: str, given: TextFields, tokenizer: TokenizerChoice
+) -> ConversationFields:
+    """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: as
+    `find_template`."""
+    if (
+        given.separator != TextFields.separator
+        or len(given.keys) > 1
+        or tokenizer.begin is not None
+    ):
+        raise UsageError(
+            "--chat_template: leave out --separator, --begin_of_document and a second --json_key"
+        )
+    template = find_template(
+        BYTE if tokenizer.train or tokenizer.name == BYTE else str(tokenizer.source), name
+    )
     end = "" if tokenizer.end in (None, ABSENT) else str(tokenizer.end)
     of_completion = template.config.get("eos_token", "") if tokenizer.end is None else end
     keys = KEYS if given.keys == ("text",) else (*given.keys, *KEYS[1:])

@@ -1,7 +1,8 @@
-"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text under some keys.
+"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text
+under some keys.
 
-Documents that cannot be used are faults: all are counted by kind, and the first ones are named by file and line on
-standard error, as is the progress.
+Documents that cannot be used are faults: all are counted by kind, and the first ones are named by
+file and line on standard error, as is the progress.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SURROGATE = "contains half of a surrogate pair, which is not a character"
 
 @dataclass(frozen=True)
 class TextFields:
-    """The keys of a document's text. Several keys are joined, and a key that is absent or null is left out."""
+    """The keys of a document's text. Several keys are joined, and a key that is absent or null is
+    left out."""
 
     keys: tuple[str, ...]  # each a key, or a path of keys such as `a.b`
     separator: str = "\n\n"
@@ -37,12 +39,18 @@ class TextFields:
     def text_of(self, value: Any) -> str | None:
         """Return the text of a decoded JSON value; None if it has none."""
         parts = [part for key in self.keys if (part := look_up(value, key)) is not None]
-        return self.separator.join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+        return (
+            self.separator.join(parts)
+            if parts and all(isinstance(part, str) for part in parts)
+            else None
+        )
 
     def complaint(self, value: Any) -> str:
         """Return the kind of fault of a decoded JSON value without text."""
         parts = ((key, look_up(value, key)) for key in self.keys)
-        found = ", ".join(f"{key!r} ({'absent' if part is None else type(part).__name__})" for key, part in parts)
+        found = ", ".join(
+            f"{key!r} ({'absent' if part is None else type(part).__name__})" for key, part in parts
+        )
         return f"no text under the key {found}; prepare_data has --json_key, and --chat_template for conversations"
 
 
@@ -61,8 +69,8 @@ def look_up(value: Any, path: str) -> Any:
 class Span:
     """A part of an input file.
 
-    start, end: the bytes of a .jsonl file in which its lines begin, or the row groups of a parquet file; 0 and 0 stand
-    for the whole of any other file.
+    start, end: the bytes of a .jsonl file in which its lines begin, or the row groups of a parquet
+    file; 0 and 0 stand for the whole of any other file.
     """
 
     file: InputFile
@@ -92,7 +100,8 @@ def cut_file(file: InputFile, goal: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A document that was skipped. `number`: its line or row in its span, from 1; 0 for a whole file."""
+    """A document that was skipped. `number`: its line or row in its span, from 1; 0 for a whole
+    file."""
 
     span: int  # of the piece
     number: int
@@ -137,8 +146,8 @@ class Reading:
         """Yield the texts of all spans in order; blank and damaged ones are counted as faults.
 
         Raises:
-            DataError: if a file cannot be read, is damaged as a whole, or has changed since the work was planned.
-            BadDocument: with --strict, at the first fault.
+            DataError: if a file cannot be read, is damaged as a whole, or has changed since the
+            work was planned. BadDocument: with --strict, at the first fault.
         """
         for number, span in enumerate(self.spans):
             self._number, before = number, self.read_bytes
@@ -211,8 +220,11 @@ class Reading:
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    # After a semicolon stands advice about the interpreter: numbers of thousands of digits.
-                    kind, detail = ("not JSON", str(error).partition(";")[0]) if text.strip() else (BLANK, "")
+                    # After a semicolon stands advice about the interpreter: numbers of thousands of
+                    # digits.
+                    kind, detail = (
+                        ("not JSON", str(error).partition(";")[0]) if text.strip() else (BLANK, "")
+                    )
                     self._add_fault(kind, detail)
                     continue
                 yield value
@@ -233,17 +245,24 @@ class Reading:
 
 
 def whole_texts(
-    files: Sequence[InputFile], fields: TextFields, strict: bool, allowed: str | None = None, purpose: str = ""
+    files: Sequence[InputFile],
+    fields: TextFields,
+    strict: bool,
+    allowed: str | None = None,
+    purpose: str = "",
 ) -> Iterator[str]:
     """Yield all documents of files in one pass, without those with faults.
 
     purpose: of the pass, for the progress that is then shown.
 
-    Raises: DataError as `Reading.documents`; with `strict`, at the first fault of another kind than `allowed`.
+    Raises: DataError as `Reading.documents`; with `strict`, at the first fault of another kind than
+    `allowed`.
     """
     spans = [span for file in files for span in cut_file(file, file.size_bytes + 1)]
     reading = Reading(spans, fields, strict, allowed)
-    with ByteProgress(purpose, sum(span.size_bytes for span in spans), shown=bool(purpose)) as progress:
+    with ByteProgress(
+        purpose, sum(span.size_bytes for span in spans), shown=bool(purpose)
+    ) as progress:
         try:
             for text in reading.documents():
                 progress.add(reading.read_bytes - progress.done_bytes)
@@ -255,8 +274,13 @@ def whole_texts(
 
 def _check_unchanged(file: IO[bytes], expected: InputFile) -> None:
     status = os.fstat(file.fileno())
-    if expected.regular and (status.st_size, status.st_mtime_ns) != (expected.size_bytes, expected.mtime_ns):
-        raise DataError(f"{expected.path}: has changed since the work was planned; start the same command again")
+    if expected.regular and (status.st_size, status.st_mtime_ns) != (
+        expected.size_bytes,
+        expected.mtime_ns,
+    ):
+        raise DataError(
+            f"{expected.path}: has changed since the work was planned; start the same command again"
+        )
 
 
 class Faults:

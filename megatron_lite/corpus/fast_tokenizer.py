@@ -1,8 +1,9 @@
-"""The ids of `tokenizers`, many times as fast, by the library fastokens; each use proves that they are the same.
+"""The ids of `tokenizers`, many times as fast, by the library fastokens; each use proves that they
+are the same.
 
-fastokens encodes BPE whose parts are on a list. Before the work, both libraries encode over 400 fixed texts;
-in the work, both encode the first text of each piece, and every 1,000th after it. `UnfitError` says, in words, why a
-tokenizer needs `tokenizers` instead.
+fastokens encodes BPE whose parts are on a list. Before the work, both libraries encode over 400
+fixed texts; in the work, both encode the first text of each piece, and every 1,000th after it.
+`UnfitError` says, in words, why a tokenizer needs `tokenizers` instead.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from numpy.typing import NDArray
 from megatron_lite.data.tokenizing import JsonTokenizer
 
 FAST = "fastokens"
-# In rules such as (?i:'s) a contraction to Oniguruma, not to fastokens: `tokenizers` encodes texts that contain it.
+# In rules such as (?i:'s) a contraction to Oniguruma, not to fastokens: `tokenizers` encodes texts
+# that contain it.
 ODD = "'\u017f"
 CHECKED_EVERY = 1000  # texts
-# Of a longer text, both libraries encode so much of its beginning: a folder of books would be no faster otherwise.
+# Of a longer text, both libraries encode so much of its beginning: a folder of books would be no
+# faster otherwise.
 CHECKED_CHARACTERS = 1 << 16
-# After so many fastokens is loaded anew: it keeps every word that it has seen, 0.3 bytes per byte of text.
+# After so many fastokens is loaded anew: it keeps every word that it has seen, 0.3 bytes per byte
+# of text.
 LOADED_CHARACTERS = 1 << 27
 TEXTS, PARTS = (Path(__file__).with_name(name) for name in ("proof_texts.txt", "exact_parts.txt"))
 # Ids of texts back to back, and where in these each text begins, then the end, (texts + 1,).
@@ -36,10 +40,12 @@ class UnfitError(Exception):
 
 
 class FastTokenizer(JsonTokenizer):
-    """A `JsonTokenizer` whose `encode` and `encode_flat` are those of fastokens; all else is as in its class."""
+    """A `JsonTokenizer` whose `encode` and `encode_flat` are those of fastokens; all else is as in
+    its class."""
 
     def __init__(self, reference: JsonTokenizer) -> None:
-        """Raises: UnfitError if fastokens cannot load it, or has not been compared with all of its parts."""
+        """Raises: UnfitError if fastokens cannot load it, or has not been compared with all of its
+        parts."""
         vars(self).update(vars(reference))
         if unknown := ", ".join(_unknown(self.library)):
             raise UnfitError(f"{FAST} is not known to be exact for {unknown}")
@@ -50,7 +56,9 @@ class FastTokenizer(JsonTokenizer):
         try:
             from fastokens import Tokenizer
 
-            self._fast = Tokenizer.from_json_str(self.library.to_str())  # without dropout, truncation and padding
+            self._fast = Tokenizer.from_json_str(
+                self.library.to_str()
+            )  # without dropout, truncation and padding
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic of the library is no Exception
@@ -94,7 +102,9 @@ class FastTokenizer(JsonTokenizer):
             del self._fast  # before the next one is loaded: memory for one
             self._load()
         try:
-            ids, places = self._fast.encode_batch_flat(texts, split_special_tokens=self.library.encode_special_tokens)
+            ids, places = self._fast.encode_batch_flat(
+                texts, split_special_tokens=self.library.encode_special_tokens
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # see `_load`
@@ -106,7 +116,9 @@ class FastTokenizer(JsonTokenizer):
             if not np.array_equal(expected, ids):
                 text = shortened(text, lambda part: not np.array_equal(*self._both(part)))
                 wrong, right = self._both(text)
-                raise UnfitError(f"{FAST} has the ids {wrong[:9]} for {text[:80]!r}, where tokenizers has {right[:9]}")
+                raise UnfitError(
+                    f"{FAST} has the ids {wrong[:9]} for {text[:80]!r}, where tokenizers has {right[:9]}"
+                )
 
     def _both(self, text: str) -> tuple[list[int], list[int]]:
         return self._encode([text])[0].tolist(), super().encode(text)
@@ -130,7 +142,9 @@ def _unknown(library: Any) -> Iterator[str]:
     model, parts = library.model, (library.normalizer, library.pre_tokenizer)
     states = [part.__getstate__().decode() if part else "null" for part in parts]
     yield from {*states} - {*listed(PARTS)}
-    alphabet = {*pre_tokenizers.ByteLevel.alphabet()} - {*"ÀÁõö÷øùúûüýþÿ"}  # which stand for bytes that UTF-8 lacks
+    alphabet = {*pre_tokenizers.ByteLevel.alphabet()} - {
+        *"ÀÁõö÷øùúûüýþÿ"
+    }  # which stand for bytes that UTF-8 lacks
     if type(model).__name__ != "BPE" or not (
         alphabet <= library.get_vocab().keys() if "ByteLevel" in states[1] else model.unk_token
     ):

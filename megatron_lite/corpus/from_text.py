@@ -1,4 +1,5 @@
-"""The data of a run from text, prepared once into a cache and found again by its fingerprint, or from a list."""
+"""The data of a run from text, prepared once into a cache and found again by its fingerprint, or
+from a list."""
 
 from __future__ import annotations
 
@@ -36,15 +37,18 @@ def resolve_data(
     logger: logging.Logger,
     began: JsonObject | None = None,
 ) -> Config:
-    """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not prepared yet.
+    """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not
+    prepared yet.
 
-    Add the loss masks and the tokenizer that the summaries of pairs name, unless options do, and the tokens of data
-    sets as their weights, unless any are given. All ranks call this and wait as long as it takes.
+    Add the loss masks and the tokenizer that the summaries of pairs name, unless options do, and
+    the tokens of data sets as their weights, unless any are given. All ranks call this and wait as
+    long as it takes.
 
     Args:
         distributed: None in a command, which has no ranks.
         root: the experiment directory.
-        began: see `Choice.began`; a run that began without masks or a tokenizer goes on without, and keeps its shares.
+        began: see `Choice.began`; a run that began without masks or a tokenizer goes on without,
+        and keeps its shares.
 
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
@@ -52,7 +56,9 @@ def resolve_data(
         return config
     cache = cache_of(config.data.dataset_cache, root)
     found = rank_0_works(distributed, lambda: _resolved(config, cache, logger, began))
-    paths = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    paths = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
     return changed(config, {"dataset_source": "list", **paths})
 
 
@@ -63,41 +69,64 @@ def is_text(path: str) -> bool:
     return Path(path).is_dir() or is_input(Path(path)) or any(sign in path for sign in "*?[{")
 
 
-def _resolved(config: Config, cache: str | None, logger: logging.Logger, began: JsonObject | None) -> JsonObject:
+def _resolved(
+    config: Config, cache: str | None, logger: logging.Logger, began: JsonObject | None
+) -> JsonObject:
     """Return the words of each path of data and mask, and the tokenizer's file, as local paths."""
     begun = began["config"] if began else {}
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
-    found: JsonObject = {flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags}
+    found: JsonObject = {
+        flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags
+    }
     if data.tokenizer_file not in (None, "none"):
         found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
     if data.dataset_source == "file" and data.data_path:
-        found["data_path"] = [local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))]
+        found["data_path"] = [
+            local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))
+        ]
     for flag in PATH_FLAGS:
         texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
         arguments = flag, config, found.get("tokenizer_file"), cache, logger
-        words = ([word for word in each if not is_number(word)] for each in (found[flag], begun.get(flag, ())))
+        words = (
+            [word for word in each if not is_number(word)]
+            for each in (found[flag], begun.get(flag, ()))
+        )
         before = dict(zip(*words, strict=False))
-        prepared = {path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)}
-        found[flag] = _weighted([prepared.get(word, word) for word in found[flag]], flag, config, begun, logger)
+        prepared = {
+            path: _prepared(path, before.get(path, ""), *arguments) for path in dict.fromkeys(texts)
+        }
+        found[flag] = _weighted(
+            [prepared.get(word, word) for word in found[flag]], flag, config, begun, logger
+        )
     for name, value in stated(prefixes(found)).items():
         if not getattr(data, name):
             way = "this run began and goes on without"
             if began is None or begun.get(name):
                 found[name], way = value, f"--{name}=none leaves it out"
             logger.info("--%s=%s: a summary of the data names it; %s", name, abridged(value), way)
-    if found.setdefault("tokenizer_file", None) is None and (data.fim_rate or config.training.sample_interval):
-        raise UsageError("--fim_rate and --sample_interval need a tokenizer; write --tokenizer_file")
+    if found.setdefault("tokenizer_file", None) is None and (
+        data.fim_rate or config.training.sample_interval
+    ):
+        raise UsageError(
+            "--fim_rate and --sample_interval need a tokenizer; write --tokenizer_file"
+        )
     if {*found["loss_mask"]} <= {NO_MASK}:
         found["loss_mask"] = []
     elif data.fim_rate:
-        raise UsageError("--fim_rate: loss masks do not fit rearranged documents; write --loss_mask=none")
+        raise UsageError(
+            "--fim_rate: loss masks do not fit rearranged documents; write --loss_mask=none"
+        )
     return found
 
 
-def _weighted(words: list[str], flag: str, config: Config, begun: JsonObject, logger: logging.Logger) -> list[str]:
-    """Add weights to the data sets of a run if there are none: their tokens, so that all are read equally often.
+def _weighted(
+    words: list[str], flag: str, config: Config, begun: JsonObject, logger: logging.Logger
+) -> list[str]:
+    """Add weights to the data sets of a run if there are none: their tokens, so that all are read
+    equally often.
 
-    A run that began keeps its weights, which are equal if an earlier version began it. begun: its options, if any.
+    A run that began keeps its weights, which are equal if an earlier version began it. begun: its
+    options, if any.
     """
     at_start = flag == "data_path" and (*config.data.data_weights_schedule, "")[0].startswith("0:")
     if len(words) < 2 or at_start or any(map(is_number, words)):
@@ -106,17 +135,21 @@ def _weighted(words: list[str], flag: str, config: Config, begun: JsonObject, lo
     weights = [word for word in saved if is_number(word)]
     if len(saved) == len(words) and not weights:
         weights = ["1"] * len(words)
-        logger.info("--%s: this run keeps the equal shares with which an earlier version began it", flag)
+        logger.info(
+            "--%s: this run keeps the equal shares with which an earlier version began it", flag
+        )
     elif len(weights) != len(words):
         weights = [str(max(IndexedDataset(prefix).num_tokens, 1)) for prefix in words]
     return [word for pair in zip(weights, words, strict=True) for word in pair]
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the words of --data_path that a list of data sets stands for: weight, prefix, ...; without weight 0.
+    """Return the words of --data_path that a list of data sets stands for: weight, prefix, ...;
+    without weight 0.
 
-    A list is JSON, as Fast-LLM's: `{"datasets": [{"prefix", "weight", "num_documents", "num_tokens"}]}`. Prefixes are
-    relative to its folder, so that a folder with its list can be moved.
+    A list is JSON, as Fast-LLM's: `{"datasets": [{"prefix", "weight", "num_documents",
+    "num_tokens"}]}`. Prefixes are relative to its folder, so that a folder with its list can be
+    moved.
 
     Raises: DataError if the file is not such a list.
     """
@@ -129,26 +162,49 @@ def read_list(path: Path) -> list[str]:
             f"--data_path={path}: is not a list of data sets: {error!r}; scripts/concatenate_dataset.py writes one"
         ) from error
     for weight, prefix in pairs:
-        if type(weight) not in (int, float) or not 0 <= weight < math.inf or not isinstance(prefix, str):
-            raise DataError(f"--data_path={path}: weight {weight!r} of {prefix!r} is not a number >= 0")
+        if (
+            type(weight) not in (int, float)
+            or not 0 <= weight < math.inf
+            or not isinstance(prefix, str)
+        ):
+            raise DataError(
+                f"--data_path={path}: weight {weight!r} of {prefix!r} is not a number >= 0"
+            )
     if not any(weight for weight, _ in pairs):
         raise DataError(f"--data_path={path}: names no data set with a weight")
-    return [word for weight, prefix in pairs if weight for word in (repr(float(weight)), str(path.parent / prefix))]
+    return [
+        word
+        for weight, prefix in pairs
+        if weight
+        for word in (repr(float(weight)), str(path.parent / prefix))
+    ]
 
 
 def _prepared(
-    path: str, before: str, flag: str, config: Config, tokenizer: str | None, folder: str | None, logger: logging.Logger
+    path: str,
+    before: str,
+    flag: str,
+    config: Config,
+    tokenizer: str | None,
+    folder: str | None,
+    logger: logging.Logger,
 ) -> str:
-    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is there.
+    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is
+    there.
 
-    before: the pair that an earlier start of the run read in its place; under older rules, the run keeps it.
+    before: the pair that an earlier start of the run read in its place; under older rules, the run
+    keeps it.
     """
     pairs = sorted(Path(path).glob("*.idx"))
-    if pairs and (tokenizer is None or not any(is_text(str(file)) for file in Path(path).rglob("*"))):
+    if pairs and (
+        tokenizer is None or not any(is_text(str(file)) for file in Path(path).rglob("*"))
+    ):
         fix = f"give the prefix of a pair: --{flag}={pairs[0].with_suffix('')}"
         raise UsageError(f"--{flag}={path}: is a folder of token files; {fix}")
     if tokenizer is None:
-        raise UsageError(f"--{flag}={path}: is text; name its tokenizer: --tokenizer_file=<tokenizer.json>, or byte")
+        raise UsageError(
+            f"--{flag}={path}: is text; name its tokenizer: --tokenizer_file=<tokenizer.json>, or byte"
+        )
     if folder is None:
         raise UsageError(
             f"--{flag}={path}: is text, and there is no place for its tokens; give --dataset_cache or "
@@ -160,20 +216,30 @@ def _prepared(
             f"--tokenizer_file={tokenizer}: has {vocab_size:,} tokens, more than "
             f"--vocab_size={config.model.vocab_size:,}"
         )
-    options = CorpusOptions((path,), "", TokenizerChoice(tokenizer, library=config.data.tokenizer_library))
+    options = CorpusOptions(
+        (path,), "", TokenizerChoice(tokenizer, library=config.data.tokenizer_library)
+    )
     files = find_inputs(options.inputs)
     if older_summary(before).get("inputs") == describe_inputs(files):
-        logger.warning("%s: the run goes on with %s, which was prepared under older rules", path, before)
+        logger.warning(
+            "%s: the run goes on with %s, which was prepared under older rules", path, before
+        )
         return before
     name = bare_name(Path(path).name).partition(".")[0].strip("*?[]{},") or "text"
     fingerprints = fingerprints_of(options, files)
-    prefixes = [str(Path(folder, fingerprint[:FINGERPRINT_DIGITS], name)) for fingerprint in fingerprints]
-    prefix = next((prefix for prefix in prefixes if is_complete(prefix, fingerprints)), prefixes[-1])
+    prefixes = [
+        str(Path(folder, fingerprint[:FINGERPRINT_DIGITS], name)) for fingerprint in fingerprints
+    ]
+    prefix = next(
+        (prefix for prefix in prefixes if is_complete(prefix, fingerprints)), prefixes[-1]
+    )
     options = dataclasses.replace(
         options,
         output_prefix=prefix,
         num_processes=available_cores(),
-        on_wait=lambda: logger.info("waiting for another run, which prepares %s as %s", path, prefix),
+        on_wait=lambda: logger.info(
+            "waiting for another run, which prepares %s as %s", path, prefix
+        ),
     )
     summary, is_new = prepare(options)
     size = f"{summary['documents']:,} documents, {summary['tokens']:,} tokens"

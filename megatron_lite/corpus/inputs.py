@@ -1,9 +1,11 @@
-"""The input files of a corpus in a stable order, from names, folders, glob patterns and {a,b} lists, and their content.
+"""The input files of a corpus in a stable order, from names, folders, glob patterns and {a,b}
+lists, and their content.
 
-The ending of a name tells the kind of a file: `.jsonl` and `.ndjson` hold one document per line, `.parquet` and
-`.arrow` one per row. A `.json` file holds lines or one array of records, and a file of any other name whose first two
-lines are objects (of up to 16 MiB) holds lines; else, it is one document. Text and JSON may be compressed:
-`.jsonl.zst`, `.txt.gz`. A file that was cut short is an error, never a shorter text.
+The ending of a name tells the kind of a file: `.jsonl` and `.ndjson` hold one document per line,
+`.parquet` and `.arrow` one per row. A `.json` file holds lines or one array of records, and a file
+of any other name whose first two lines are objects (of up to 16 MiB) holds lines; else, it is one
+document. Text and JSON may be compressed: `.jsonl.zst`, `.txt.gz`. A file that was cut short is an
+error, never a shorter text.
 """
 
 from __future__ import annotations
@@ -75,20 +77,30 @@ class InputFile:
         return f"{self.path}: {'line' if self.kind in ('text', 'jsonl') else 'row'} {number}"
 
 
-def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> list[InputFile]:
-    """Return the files of all names, in their order; a folder or a pattern yields its files sorted by path.
+def find_inputs(
+    names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
+) -> list[InputFile]:
+    """Return the files of all names, in their order; a folder or a pattern yields its files sorted
+    by path.
 
-    Of a folder, files that end in one of `suffixes` are taken, compressed ones too. A folder that Hugging Face
-    `datasets` saved yields its data files in its own order.
+    Of a folder, files that end in one of `suffixes` are taken, compressed ones too. A folder that
+    Hugging Face `datasets` saved yields its data files in its own order.
 
     Raises: DataError if a name matches nothing, or a folder has no such file.
     """
     files: list[InputFile] = []
-    for alternative in (full for name in names for full in ([name] if os.path.lexists(name) else expand_braces(name))):
+    for alternative in (
+        full
+        for name in names
+        for full in ([name] if os.path.lexists(name) else expand_braces(name))
+    ):
         matches = [Path(alternative)]
         if glob.has_magic(alternative) and not os.path.lexists(alternative):
             base = Path(re.split(r"[*?[]", alternative)[0] + "_").parent
-            matches = [inside(base, Path(match)) for match in sorted(glob.glob(alternative, recursive=True))]
+            matches = [
+                inside(base, Path(match))
+                for match in sorted(glob.glob(alternative, recursive=True))
+            ]
             if not matches:
                 raise DataError(f"{alternative}: no file matches this pattern")
         files += [_described(path) for match in matches for path in _files_of(match, suffixes)]
@@ -98,14 +110,17 @@ def find_inputs(names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
 def inside(folder: Path, path: Path) -> Path:
     """Return a path that a listing of a folder gives: names in a store, in a file, or of links.
 
-    A folder in the cache of the Hugging Face hub consists of links to the blobs beside its snapshots.
+    A folder in the cache of the Hugging Face hub consists of links to the blobs beside its
+    snapshots.
 
     Raises: DataError if the path leads out of the folder.
     """
     root, target = (Path(os.path.realpath(place)) for place in (folder, path))
     blobs = [above.parent / "blobs" for above in root.parents if above.name == "snapshots"]
     if not any(map(target.is_relative_to, (root, *blobs))):
-        raise DataError(f"{path}: leads out of the folder {folder}; remove it there, or give the file itself")
+        raise DataError(
+            f"{path}: leads out of the folder {folder}; remove it there, or give the file itself"
+        )
     return path
 
 
@@ -122,7 +137,9 @@ def expand_braces(name: str) -> list[str]:
         expanded = [full for text in alternatives for full in expand_braces(before + text + after)]
         if len(expanded) > MOST_ALTERNATIVES:
             raise UsageError(f"{name}: stands for more than {MOST_ALTERNATIVES:,} names")
-        return list(dict.fromkeys(expanded))  # a list inside a list meets its neighbours once for each of its items
+        return list(
+            dict.fromkeys(expanded)
+        )  # a list inside a list meets its neighbours once for each of its items
     return [name]
 
 
@@ -144,36 +161,55 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         yield path
     elif (path / "dataset_dict.json").is_file():
         splits = sorted(child.parent.name for child in path.glob("*/state.json"))
-        raise UsageError(f"{path}: holds the splits {', '.join(splits)}; name one: {path / (splits or ['train'])[0]}")
+        raise UsageError(
+            f"{path}: holds the splits {', '.join(splits)}; name one: {path / (splits or ['train'])[0]}"
+        )
     elif (path / "state.json").is_file():
         yield from _saved_dataset(path)
     else:
         walk = os.walk(path, onerror=_refuse)
-        found = (Path(folder, file) for folder, _, files in walk if not folder.endswith(UNFINISHED) for file in files)
+        found = (
+            Path(folder, file)
+            for folder, _, files in walk
+            if not folder.endswith(UNFINISHED)
+            for file in files
+        )
         kept = sorted(file for file in found if is_input(file, suffixes))
         if not kept:
-            raise DataError(f"{path}: no file in this folder ends in {' or '.join(suffixes)} (prepare_data --suffix)")
+            raise DataError(
+                f"{path}: no file in this folder ends in {' or '.join(suffixes)} (prepare_data --suffix)"
+            )
         yield from (inside(path, file) for file in kept)
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """Return the data files of a folder that `datasets.Dataset.save_to_disk` wrote, in the order of their rows."""
+    """Return the data files of a folder that `datasets.Dataset.save_to_disk` wrote, in the order of
+    their rows."""
     try:
-        names = [str(entry["filename"]) for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        names = [
+            str(entry["filename"])
+            for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / 'state.json'}: is not what Hugging Face datasets saves: {error!r}") from error
+        raise DataError(
+            f"{folder / 'state.json'}: is not what Hugging Face datasets saves: {error!r}"
+        ) from error
     return [inside(folder, folder / name) for name in names]
 
 
 def is_input(path: Path, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> bool:
     """Whether a path in a folder is that of a file to read, by its name."""
-    is_wanted = bare_name(path.name).endswith(tuple(suffixes)) and not path.name.endswith(DESCRIPTIONS)
+    is_wanted = bare_name(path.name).endswith(tuple(suffixes)) and not path.name.endswith(
+        DESCRIPTIONS
+    )
     return is_wanted and path.is_file()
 
 
 def bare_name(name: str) -> str:
     """Return a file's name without the ending of a compression."""
-    return next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
+    return next(
+        (name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name
+    )
 
 
 def _described(path: Path) -> InputFile:
@@ -183,8 +219,12 @@ def _described(path: Path) -> InputFile:
     kind = next((kind for ending, kind in KINDS.items() if bare.endswith(ending)), "text")
     compression = path.name.removeprefix(bare)
     if compression and kind in ("parquet", "arrow"):
-        raise DataError(f"{path}: decompress this file first; only text and .jsonl are read compressed")
-    file = InputFile(str(path), kind, compression, status.st_size, status.st_mtime_ns, path.is_file())
+        raise DataError(
+            f"{path}: decompress this file first; only text and .jsonl are read compressed"
+        )
+    file = InputFile(
+        str(path), kind, compression, status.st_size, status.st_mtime_ns, path.is_file()
+    )
     return replace(file, kind=_kind_by_content(file)) if kind == "text" and file.regular else file
 
 
@@ -196,7 +236,8 @@ def _kind_by_content(file: InputFile) -> str:
 
 
 def _begins_with_object(content: IO[bytes]) -> bool:
-    """Read the next line, of any length only if it begins as an object; return whether it is one."""
+    """Read the next line, of any length only if it begins as an object; return whether it is
+    one."""
     line = content.readline(LONGEST_LINE_BYTES)
     if line.lstrip(b"\xef\xbb\xbf \t")[:1] != b"{":
         return False
@@ -214,7 +255,8 @@ def _refuse(error: OSError) -> NoReturn:
 def package_for(kind: str, path: str) -> Any:
     """Import the package of PACKAGES that a file needs.
 
-    Raises: UsageError if it is not installed; the message names the file and the command that helps.
+    Raises: UsageError if it is not installed; the message names the file and the command that
+    helps.
     """
     name, reason = PACKAGES[kind]
     package = name.partition(".")[0]
@@ -223,7 +265,9 @@ def package_for(kind: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise UsageError(f"{path} {reason}, which needs the package {package}: pip install '.[data]'") from error
+        raise UsageError(
+            f"{path} {reason}, which needs the package {package}: pip install '.[data]'"
+        ) from error
 
 
 def check_packages(files: Iterable[InputFile]) -> None:
@@ -252,10 +296,16 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
     damage: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
     if ending == ".zst":
         library = package_for(ending, described.path)
-        begins[ending] = lambda: library.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+        begins[ending] = lambda: library.ZstdDecompressor(
+            max_window_size=LARGEST_WINDOW
+        ).decompressobj()
         damage += (library.ZstdError,)
     try:
-        yield io.BufferedReader(_Content(_parts(file, begins[ending])), CHUNK_BYTES) if ending else file
+        yield (
+            io.BufferedReader(_Content(_parts(file, begins[ending])), CHUNK_BYTES)
+            if ending
+            else file
+        )
     except Exception as error:
         # An OSError without a number is the only sign that bz2 gives.
         of_bz2 = ending == ".bz2" and isinstance(error, OSError) and error.errno is None
@@ -285,9 +335,11 @@ class _Content(io.RawIOBase):
 
 
 def _parts(file: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress the streams of a file, between which zeros are padding. begin: returns a decompressor of one stream.
+    """Decompress the streams of a file, between which zeros are padding. begin: returns a
+    decompressor of one stream.
 
-    The libraries' own readers take a cut file for a complete one, or what they cannot read after a stream for garbage.
+    The libraries' own readers take a cut file for a complete one, or what they cannot read after a
+    stream for garbage.
 
     Raises: EOFError if the file ends inside a stream; errors of the libraries.
     """
@@ -312,12 +364,16 @@ def row_group_bytes(path: str) -> list[int]:
         metadata = parquet.read_metadata(path)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return [
-            sum(group.column(column).total_compressed_size for column in range(group.num_columns)) for group in groups
+            sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            for group in groups
         ]
 
 
-def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start: int, end: int) -> Iterator[Any]:
-    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow or JSON file.
+def table_rows(
+    file: IO[bytes], described: InputFile, keys: Sequence[str], start: int, end: int
+) -> Iterator[Any]:
+    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow or JSON
+    file.
 
     An arrow file is a stream of batches, as `datasets` writes it, or has a footer.
 
@@ -335,12 +391,16 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
             table = package.ParquetFile(file)
             columns = _columns(path, keys, table.schema_arrow.names)
             groups = list(range(start, end))
-            batches = table.iter_batches(ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False)
+            batches = table.iter_batches(
+                ROWS_PER_READ, row_groups=groups, columns=columns, use_threads=False
+            )
         else:
             has_footer = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = package.ipc.open_file(file) if has_footer else package.ipc.open_stream(file)
-            whole = map(reader.get_batch, range(reader.num_record_batches)) if has_footer else reader
+            whole = (
+                map(reader.get_batch, range(reader.num_record_batches)) if has_footer else reader
+            )
             columns = _columns(path, keys, reader.schema.names)
             # Rows become Python objects a few at a time.
             batches = (
@@ -353,7 +413,8 @@ def table_rows(file: IO[bytes], described: InputFile, keys: Sequence[str], start
 
 
 def _json_values(stream: Any) -> Iterator[Any]:
-    """Yield the items of a JSON array, of which few are in memory at a time, or the one other value of a file.
+    """Yield the items of a JSON array, of which few are in memory at a time, or the one other value
+    of a file.
 
     Raises: ValueError that names the place of the damage.
     """
@@ -405,7 +466,11 @@ def _plain(kind: Any, value: Any) -> Any:
     if getattr(kind, "extension_name", "") == "arrow.json" and value is not None:
         return json.loads(value)
     if isinstance(value, dict):
-        return {field.name: _plain(field.type, part) for field in kind if (part := value[field.name]) is not None}
+        return {
+            field.name: _plain(field.type, part)
+            for field in kind
+            if (part := value[field.name]) is not None
+        }
     if isinstance(value, list) and hasattr(kind, "item_type"):  # a map
         return {key: _plain(kind.item_type, part) for key, part in value}
     return [_plain(kind.value_type, part) for part in value] if isinstance(value, list) else value
@@ -415,19 +480,24 @@ def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str
     """Return the columns of a table that hold the keys: no others need to be read."""
     wanted = {key if key in columns else key.partition(".")[0] for key in keys}
     if not wanted.intersection(columns):
-        raise DataError(f"{path}: has no column {' or '.join(keys)} (--json_key), but {', '.join(columns)}")
+        raise DataError(
+            f"{path}: has no column {' or '.join(keys)} (--json_key), but {', '.join(columns)}"
+        )
     return [column for column in columns if column in wanted]
 
 
 @contextlib.contextmanager
 def _damage(path: str) -> Iterator[None]:
-    """Turn an error of pyarrow, which has many classes, or of a JSON column into an error of the file."""
+    """Turn an error of pyarrow, which has many classes, or of a JSON column into an error of the
+    file."""
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        own = isinstance(error, ValueError | RecursionError) or type(error).__module__.startswith("pyarrow")
+        own = isinstance(error, ValueError | RecursionError) or type(error).__module__.startswith(
+            "pyarrow"
+        )
         if not own and not (isinstance(error, OSError) and error.errno is None):
             raise
         text = " ".join(str(error).split())

@@ -1,9 +1,11 @@
-"""The pieces of the work: parts of the input of a fixed size, whatever the number of processes that make them.
+"""The pieces of the work: parts of the input of a fixed size, whatever the number of processes that
+make them.
 
-A finished piece is a pair in the work folder, `<key>.bin` and `<key>.idx`, with `<key>.hashes` (128 bits of each
-document's text, if duplicates are to be left out) and the record `<key>.json`, which appears last and holds the digests
-of the other files. The key depends on all that the tokens depend on, so a later start keeps every piece that it needs,
-even if other files or options have changed."""
+A finished piece is a pair in the work folder, `<key>.bin` and `<key>.idx`, with `<key>.hashes` (128
+bits of each document's text, if duplicates are to be left out) and the record `<key>.json`, which
+appears last and holds the digests of the other files. The key depends on all that the tokens depend
+on, so a later start keeps every piece that it needs, even if other files or options have
+changed."""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.corpus.documents import BadDocument, Fault, Findings, Reading, Span, TextFields, cut_file
+from megatron_lite.corpus.documents import (
+    BadDocument,
+    Fault,
+    Findings,
+    Reading,
+    Span,
+    TextFields,
+    cut_file,
+)
 from megatron_lite.corpus.fast_tokenizer import FAST, ODD, FastTokenizer, Flat
 from megatron_lite.corpus.inputs import InputFile, check_packages
 from megatron_lite.data.disk_array import replace_file, replace_json
@@ -35,15 +45,18 @@ from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_sig
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
 
-BATCH_CHARACTERS = 1 << 20  # of one call of the tokenizer: its threads share a batch, and its result is in memory
+BATCH_CHARACTERS = (
+    1 << 20
+)  # of one call of the tokenizer: its threads share a batch, and its result is in memory
 ABSENT = "none"  # of --begin_of_document and --end_of_document
 SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
 USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
 MOST_SPANS = 4096  # of one piece
 LIGHT_BYTES = 200_000_000  # of an input for which fastokens needs no workers: a few seconds
-# Version of the rules by which files become documents and these become tokens. Raise it with every change that can give
-# other tokens: work and text caches of older rules are then not found, and their pairs are known by their summary.
+# Version of the rules by which files become documents and these become tokens. Raise it with every
+# change that can give other tokens: work and text caches of older rules are then not found, and
+# their pairs are known by their summary.
 RULES = 2
 HASH_BYTES = 16
 CHUNK_BYTES = 1 << 24
@@ -51,12 +64,15 @@ Progress = Callable[[int, int, int], None]  # bytes read, documents and tokens s
 # A worker's process, the input file that it reads, and the numbers of a `Progress`.
 Message = tuple[int, str, int, int, int]
 POLL_S = 0.1
-_WORKER: ContextVar[tuple[PieceWriter, SimpleQueue[Message]]] = ContextVar("the writer and queue of this worker")
+_WORKER: ContextVar[tuple[PieceWriter, SimpleQueue[Message]]] = ContextVar(
+    "the writer and queue of this worker"
+)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """A tokenizer, as a file that no longer changes, and its tokens around a document (None: no token)."""
+    """A tokenizer, as a file that no longer changes, and its tokens around a document (None: no
+    token)."""
 
     file: str  # in the work folder
     is_byte: bool  # whether it is the built-in tokenizer, which needs no file
@@ -119,7 +135,9 @@ class Record:
     silent: int = 0  # conversations without an answer
 
 
-def plan_pieces(files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | None = None) -> list[Piece]:
+def plan_pieces(
+    files: Sequence[InputFile], recipe: Recipe, piece_bytes: int | None = None
+) -> list[Piece]:
     """Cut the input into pieces: a pure function of the files, their sizes and the recipe.
 
     Raises:
@@ -150,7 +168,10 @@ def finished(folder: Path, key: str) -> Record | None:
         values = json.loads((folder / f"{key}.json").read_bytes())
         faults = [Fault(**fault) for fault in values["found"].pop("first_faults")]
         record = Record(**{**values, "found": Findings(**values["found"], first_faults=faults)})
-        whole = all(digest_of(folder / f"{key}{ending}") == value for ending, value in record.digests.items())
+        whole = all(
+            digest_of(folder / f"{key}{ending}") == value
+            for ending, value in record.digests.items()
+        )
         return record if whole else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -173,7 +194,9 @@ class PieceWriter:
         self.folder = folder
         self.recipe = recipe
         self.fast = fast
-        self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype  # see `JsonTokenizer.encode_marked`
+        self._dtype = (
+            "<i4" if recipe.fields.marked else recipe.encoding.dtype
+        )  # see `JsonTokenizer.encode_marked`
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -182,10 +205,15 @@ class PieceWriter:
         encoding = self.recipe.encoding
         name = "byte" if encoding.is_byte else str(self.folder / encoding.file)
         found = load_tokenizer(name, special_tokens=encoding.special_tokens, needs_end=False)
-        return FastTokenizer(found) if FAST in self.recipe.versions and isinstance(found, JsonTokenizer) else found
+        return (
+            FastTokenizer(found)
+            if FAST in self.recipe.versions and isinstance(found, JsonTokenizer)
+            else found
+        )
 
     def make(self, piece: Piece, on_progress: Progress) -> Record:
-        """Return the record of a piece, which is made unless it is finished. on_progress: called after each batch.
+        """Return the record of a piece, which is made unless it is finished. on_progress: called
+        after each batch.
 
         Raises:
             DataError: if an input cannot be read.
@@ -193,7 +221,9 @@ class PieceWriter:
         """
         record = finished(self.folder, piece.key)
         if record is not None:
-            on_progress(sum(span.size_bytes for span in piece.spans), record.documents, record.tokens)
+            on_progress(
+                sum(span.size_bytes for span in piece.spans), record.documents, record.tokens
+            )
             return record
         reading = Reading(piece.spans, self.recipe.fields, self.recipe.strict)
         try:
@@ -217,13 +247,17 @@ class PieceWriter:
                 tokens, sizes = self._encode(texts, writer.num_documents)
                 if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
                     path = reading.spans[0].file.path
-                    raise DataError(f"{path}: a document has {sizes.max():,} tokens, over 2**31 - 1")
+                    raise DataError(
+                        f"{path}: a document has {sizes.max():,} tokens, over 2**31 - 1"
+                    )
                 writer.add_documents(tokens, sizes.astype(np.int32))
                 encoded = [text.encode() for text in texts]
                 text_bytes += sum(map(len, encoded))
                 silent += sum(isinstance(text, MarkedText) and not text.spans for text in texts)
                 if self.recipe.hashes:
-                    hashes += [hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded]
+                    hashes += [
+                        hashlib.blake2b(text, digest_size=HASH_BYTES).digest() for text in encoded
+                    ]
                 on_progress(reading.read_bytes - read_bytes, len(texts), len(tokens))
                 read_bytes = reading.read_bytes
                 if writer.num_documents == most:
@@ -233,11 +267,21 @@ class PieceWriter:
             replace_file(Path(prefix + ".hashes"), b"".join(hashes))
             digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
-        on_progress(total - read_bytes, 0, 0)  # trailing faults, and what --max_documents leaves out
-        return Record(writer.num_documents, writer.num_tokens, text_bytes, reading.findings, digests, silent=silent)
+        on_progress(
+            total - read_bytes, 0, 0
+        )  # trailing faults, and what --max_documents leaves out
+        return Record(
+            writer.num_documents,
+            writer.num_tokens,
+            text_bytes,
+            reading.findings,
+            digests,
+            silent=silent,
+        )
 
     def _encode(self, texts: Sequence[str], before: int) -> Flat:
-        """Return the tokens of documents, of which `before` came before, in one array, and each size, (len(texts),)."""
+        """Return the tokens of documents, of which `before` came before, in one array, and each
+        size, (len(texts),)."""
         tokenizer, encoding = self._tokenizer, self.recipe.encoding
         if isinstance(tokenizer, FastTokenizer) and not any(ODD in text for text in texts):
             ids, places = tokenizer.encode_flat(texts, before)
@@ -261,8 +305,9 @@ def make_pieces(
 ) -> Iterator[Record]:
     """Yield the record of each piece, in their order; close the generator to stop the workers.
 
-    A single piece is worked on in this process, whose tokenizer uses all cores. With fastokens, so is a small input; a
-    large one has half as many workers, of two threads each, because each loads both libraries.
+    A single piece is worked on in this process, whose tokenizer uses all cores. With fastokens, so
+    is a small input; a large one has half as many workers, of two threads each, because each loads
+    both libraries.
 
     Raises:
         UnfitError: if fastokens is found to be no match for `tokenizers`.
@@ -270,14 +315,18 @@ def make_pieces(
         StorageError: if the work folder cannot be written.
         PeerError: if a worker dies.
     """
-    pipes = any(not span.file.regular for piece in pieces for span in piece.spans)  # workers would not have them
+    pipes = any(
+        not span.file.regular for piece in pieces for span in piece.spans
+    )  # workers would not have them
     is_fast = writer.fast is not None
     size_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     count = min(num_processes // (1 + is_fast), len(pieces))
     if pipes or len(pieces) <= 1 or (is_fast and (count <= 1 or size_bytes < LIGHT_BYTES)):
         yield from (writer.make(piece, on_progress) for piece in pieces)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, held as they are
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would copy the threads' locks, held as they are
     messages: SimpleQueue[Message] = context.SimpleQueue()
     places: dict[int | None, str] = {}  # by process: the file that it reads
     setup = (writer.folder, writer.recipe, max(1, num_processes // count), messages)
@@ -321,11 +370,19 @@ def _make(piece: Piece) -> Record:
 
 
 def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> PeerError:
-    """Say which worker died. The others ignore the SIGTERM that the pool sends them then, or end with exit code 0."""
+    """Say which worker died. The others ignore the SIGTERM that the pool sends them then, or end
+    with exit code 0."""
     deadline_s = time.monotonic() + 5
-    while not (dead := [worker for worker in workers if worker.exitcode]) and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # the pool sees a death from closed pipes, a moment before there is an exit code
+    while (
+        not (dead := [worker for worker in workers if worker.exitcode])
+        and time.monotonic() < deadline_s
+    ):
+        time.sleep(
+            0.01
+        )  # the pool sees a death from closed pipes, a moment before there is an exit code
     worker = (dead or workers)[0]
     place = f" at {places[worker.pid]}" if worker.pid in places else ""
     ended = how_it_ended(worker, "--num_processes") + place
-    return PeerError(f"worker process {worker.pid} {ended}; finished pieces are kept: start the same command again")
+    return PeerError(
+        f"worker process {worker.pid} {ended}; finished pieces are kept: start the same command again"
+    )

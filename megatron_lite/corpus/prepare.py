@@ -1,4 +1,5 @@
-"""Prepare a corpus: plan the pieces, make them, assemble the pair. A second start continues where the first stopped.
+"""Prepare a corpus: plan the pieces, make them, assemble the pair. A second start continues where
+the first stopped.
 
 Nothing in the result depends on the number of processes, nor on how often the work was interrupted.
 """
@@ -51,7 +52,8 @@ from megatron_lite.run.progress_line import ByteProgress
 LOCK = "lock"  # in the work folder, `<prefix>.partial`, as the next
 PUBLISHED = "publishing"  # from here on, files under the final names are this work's own
 
-# Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the caches.
+# Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long
+# beyond the caches.
 COUNTED = 1 << 18
 _POLL_S = 0.2  # while another process holds the work folder
 
@@ -73,13 +75,17 @@ class CorpusOptions:
     shards: int = 1
     deduplicate: bool = False
     piece_bytes: int | None = None  # None: chosen by the size of the input
-    on_wait: Callable[[], None] | None = None  # for another process that prepares the same; None: refuse
+    on_wait: Callable[[], None] | None = (
+        None  # for another process that prepares the same; None: refuse
+    )
 
     @property
     def outputs(self) -> list[str]:
         """The prefix of each pair."""
         prefix, count = self.output_prefix, self.shards
-        shards = [prefix] if count == 1 else [f"{prefix}-{n:05d}-of-{count:05d}" for n in range(count)]
+        shards = (
+            [prefix] if count == 1 else [f"{prefix}-{n:05d}-of-{count:05d}" for n in range(count)]
+        )
         return [*shards, *([prefix + "_validation"] if self.validation_documents else [])]
 
     @property
@@ -95,7 +101,9 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
     """
     prefix = options.output_prefix
     if Path(prefix).name in ("", ".", "..") or prefix.endswith(os.sep):
-        raise UsageError(f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine")
+        raise UsageError(
+            f"--output_prefix={prefix}: names a folder; add a name for the files, such as data/mine"
+        )
     files = find_inputs(options.inputs, options.suffixes)
     fingerprints = fingerprints_of(options, files)
     if not options.overwrite and (summary := is_complete(prefix, fingerprints)):
@@ -106,7 +114,9 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             remove(folder)
             return summary, False
         try:
-            _check_free(options, folder, fingerprints[0])  # not before: another process may have been about to publish
+            _check_free(
+                options, folder, fingerprints[0]
+            )  # not before: another process may have been about to publish
             summary = _write(options, files, folder, fingerprints)
         except (DataError, UsageError):
             if not _finished(folder):
@@ -124,19 +134,27 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
 def _write(
     options: CorpusOptions, files: Sequence[InputFile], folder: Path, fingerprints: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the pieces that are missing in the work folder, and publish the pairs; return the summary."""
+    """Make the pieces that are missing in the work folder, and publish the pairs; return the
+    summary."""
     encoding, tokenizer = options.tokenizer.open(folder, files, options.fields, options.strict)
     limit_tokenizer_threads(options.num_processes)
     fast = options.tokenizer.fast(tokenizer, files, options.fields)
     pieces, records, faults, versions = _make(options, files, folder, encoding, fast)
     if not sum(record.documents for record in records):
         skipped = faults.counts.total()
-        raise DataError(f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)")
+        raise DataError(
+            f"{', '.join(options.inputs)}: no documents left to write ({skipped} skipped)"
+        )
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype)) for prefix in options.outputs]
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype))
+            for prefix in options.outputs
+        ]
         for writer, prefix in zip(writers, options.masks, strict=False):
             writer.mask = stack.enter_context(IndexedDatasetWriter(prefix, "|u1"))
-        counts, duplicates = _assemble(options, folder, pieces, records, writers, encoding.vocab_size)
+        counts, duplicates = _assemble(
+            options, folder, pieces, records, writers, encoding.vocab_size
+        )
         tokens = int(counts.sum())
         shares = counts[counts > 0] / max(tokens, 1)
         text_bytes = sum(record.text_bytes for record in records)  # of all documents that were read
@@ -148,7 +166,11 @@ def _write(
             "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
             "unknown_tokens": 0 if encoding.unknown is None else int(counts[encoding.unknown]),
             "duplicates": duplicates,
-            **({"without_answer": sum(record.silent for record in records)} if options.masks else {}),
+            **(
+                {"without_answer": sum(record.silent for record in records)}
+                if options.masks
+                else {}
+            ),
             "skipped": dict(sorted(faults.counts.items())),
             "first_skipped": faults.first,
             "vocab_size": encoding.vocab_size,
@@ -169,11 +191,17 @@ def _write(
 
 
 def _make(
-    options: CorpusOptions, files: Sequence[InputFile], folder: Path, encoding: Encoding, fast: FastTokenizer | None
+    options: CorpusOptions,
+    files: Sequence[InputFile],
+    folder: Path,
+    encoding: Encoding,
+    fast: FastTokenizer | None,
 ) -> tuple[list[Piece], list[Record], Faults, dict[str, str]]:
-    """Make the pieces, as many as the limit of documents needs, all of them anew if fastokens turns out to be wrong.
+    """Make the pieces, as many as the limit of documents needs, all of them anew if fastokens turns
+    out to be wrong.
 
-    Finished pieces of `tokenizers` are used in any case, so that a start which was killed while it mended goes on.
+    Finished pieces of `tokenizers` are used in any case, so that a start which was killed while it
+    mended goes on.
 
     Returns: the pieces, their records and faults, and the versions of what made them.
     """
@@ -181,7 +209,9 @@ def _make(
     others, finished = {encoding.file.partition(".")[0], PUBLISHED}, _finished(folder)
     choices = _versions(options, files)[: 1 + (fast is not None)]
     for versions in choices if finished else choices[-1:]:
-        recipe = Recipe(encoding, versions, options.fields, options.strict, options.deduplicate, limit)
+        recipe = Recipe(
+            encoding, versions, options.fields, options.strict, options.deduplicate, limit
+        )
         pieces = plan_pieces(files, recipe, options.piece_bytes)
         keys = {piece.key for piece in pieces}
         if fast is not None and FAST not in versions and finished & keys:
@@ -189,7 +219,10 @@ def _make(
             fast = None
             break
     if stale := len(finished - keys):
-        print(f"{counted(stale, 'finished piece')} of other options or versions: made anew", file=sys.stderr)
+        print(
+            f"{counted(stale, 'finished piece')} of other options or versions: made anew",
+            file=sys.stderr,
+        )
     _sweep(folder, keys | others)
     records = list[Record]()
     documents = 0
@@ -197,7 +230,9 @@ def _make(
     total_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     try:
         with ByteProgress("tokenizing", total_bytes) as progress:
-            made = make_pieces(pieces, PieceWriter(folder, recipe, fast), options.num_processes, progress.add)
+            made = make_pieces(
+                pieces, PieceWriter(folder, recipe, fast), options.num_processes, progress.add
+            )
             with contextlib.closing(made):  # type: ignore[type-var]
                 for piece, record in zip(pieces, made, strict=False):
                     faults.add(piece.spans, record.found)
@@ -220,13 +255,16 @@ def _assemble(
     writers: Sequence[IndexedDatasetWriter],
     vocab_size: int,
 ) -> tuple[NDArray[np.int64], int]:
-    """Copy the chosen documents into the pairs; return the count of each token id, and the number of duplicates."""
+    """Copy the chosen documents into the pairs; return the count of each token id, and the number
+    of duplicates."""
     hashes = None
     if options.deduplicate:
         files = [folder / f"{piece.key}.hashes" for piece in pieces]
         hashes = np.concatenate([np.fromfile(file, dtype=f"S{HASH_BYTES}") for file in files])
     count = sum(record.documents for record in records)
-    output, duplicates = select(count, hashes, options.max_documents, options.validation_documents, options.shards)
+    output, duplicates = select(
+        count, hashes, options.max_documents, options.validation_documents, options.shards
+    )
     kept = np.bincount(output[output >= 0], minlength=len(writers))
     if not kept.all():
         raise UsageError(
@@ -245,21 +283,28 @@ def select(
 ) -> tuple[NDArray[np.int32], int]:
     """Choose the pair of each document: a pure function of the documents' order and hashes.
 
-    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the validation documents, if
-    there are any, spread evenly over the corpus.
+    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the
+    validation documents, if there are any, spread evenly over the corpus.
 
     hashes: (n,); the first document of each hash stays.
 
-    Returns: (n,) the number of the pair, or -1 for a document that is left out; and the number of duplicates.
+    Returns: (n,) the number of the pair, or -1 for a document that is left out; and the number of
+    duplicates.
     """
-    kept = np.arange(num_documents) if hashes is None else np.sort(np.unique(hashes, return_index=True)[1])
+    kept = (
+        np.arange(num_documents)
+        if hashes is None
+        else np.sort(np.unique(hashes, return_index=True)[1])
+    )
     duplicates = num_documents - len(kept)
     kept = kept[:most_documents]
     output = np.full(num_documents, -1, dtype=np.int32)
     count = len(kept)
     is_validation = np.zeros(count, dtype=bool)
     wanted = min(validation_documents, count)
-    is_validation[(2 * np.arange(wanted, dtype=np.int64) + 1) * count // (2 * max(wanted, 1))] = True
+    is_validation[(2 * np.arange(wanted, dtype=np.int64) + 1) * count // (2 * max(wanted, 1))] = (
+        True
+    )
     training = kept[~is_validation]
     output[training] = np.arange(len(training), dtype=np.int64) * shards // max(len(training), 1)
     output[kept[is_validation]] = shards
@@ -274,7 +319,8 @@ def write_pairs(
     writers: Sequence[IndexedDatasetWriter],
     vocab_size: int,
 ) -> NDArray[np.int64]:
-    """Copy the documents of all pieces into the pairs that `output` names, without publishing these.
+    """Copy the documents of all pieces into the pairs that `output` names, without publishing
+    these.
 
     Returns: how often each token id occurs in the pairs, (vocab_size,).
 
@@ -295,12 +341,16 @@ def write_pairs(
                 for number in np.unique(pairs[pairs >= 0]).tolist():
                     chosen = pairs == number
                     part = tokens if chosen.all() else tokens[np.repeat(chosen, sizes)]
-                    if (mask := writers[number].mask) is not None:  # see `JsonTokenizer.encode_marked`
+                    if (
+                        mask := writers[number].mask
+                    ) is not None:  # see `JsonTokenizer.encode_marked`
                         mask.add_documents((part >= 0).astype(np.uint8), sizes[chosen])
                         part = np.where(part >= 0, part, ~part).astype(writers[number].dtype)
                     writers[number].add_documents(part, sizes[chosen])
                     for start in range(0, len(part), COUNTED):
-                        frequencies += np.bincount(part[start : start + COUNTED], minlength=vocab_size)
+                        frequencies += np.bincount(
+                            part[start : start + COUNTED], minlength=vocab_size
+                        )
                 progress.add(tokens.nbytes)
             if digest.hexdigest() != record.digests[".bin"]:
                 raise _damaged(prefix + ".bin")
@@ -309,16 +359,24 @@ def write_pairs(
 
 
 def _damaged(path: str) -> StorageError:
-    return StorageError(f"{path}: has changed since it was written; start the same command again to make it anew")
+    return StorageError(
+        f"{path}: has changed since it was written; start the same command again to make it anew"
+    )
 
 
-def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: Path) -> None:
-    """Give all files their names: each .idx after its .bin, and all after the summary and the tokenizer."""
+def _publish(
+    prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: Path
+) -> None:
+    """Give all files their names: each .idx after its .bin, and all after the summary and the
+    tokenizer."""
     files = summary["files"] = {}
     writers = [*writers, *(writer.mask for writer in writers if writer.mask is not None)]
     for writer in writers:
         index, name = writer.write_index(), Path(writer.prefix).name
-        files[name + ".bin"] = {"bytes": writer.num_tokens * writer.dtype.itemsize, "sha256": writer.digest}
+        files[name + ".bin"] = {
+            "bytes": writer.num_tokens * writer.dtype.itemsize,
+            "sha256": writer.digest,
+        }
         files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
     for writer in writers:  # old tokens beside a new tokenizer must not be usable
         with writing(writer.prefix + ".idx"):
@@ -338,11 +396,13 @@ def _publish(prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict
 
 @contextlib.contextmanager
 def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Make a work folder and hold it for a block; the system gives it up when the process ends, however it ends.
+    """Make a work folder and hold it for a block; the system gives it up when the process ends,
+    however it ends.
 
     on_wait: called once if another process holds the folder, which is then waited for.
 
-    Raises: StorageError if the folder cannot be made; without `on_wait`, if another process holds it.
+    Raises: StorageError if the folder cannot be made; without `on_wait`, if another process holds
+    it.
     """
     descriptor, waits = -1, False
     while True:
@@ -360,7 +420,9 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
             raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
         os.close(descriptor)
         if on_wait is None:
-            raise StorageError(f"{folder}: another process is writing it; wait for it or take another prefix")
+            raise StorageError(
+                f"{folder}: another process is writing it; wait for it or take another prefix"
+            )
         if not waits:
             on_wait()
             waits = True
@@ -388,11 +450,16 @@ def remove(folder: Path) -> None:
 
 def _finished(folder: Path) -> set[str]:
     """Return the keys of the finished pieces with documents in a work folder."""
-    return {path.stem for path in folder.glob("*.bin") if path.stat().st_size and path.with_suffix(".json").exists()}
+    return {
+        path.stem
+        for path in folder.glob("*.bin")
+        if path.stat().st_size and path.with_suffix(".json").exists()
+    }
 
 
 def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[str, str]]:
-    """Return the versions of all that makes ids: without fastokens, which always serves, and with it if it may."""
+    """Return the versions of all that makes ids: without fastokens, which always serves, and with
+    it if it may."""
     import tokenizers
 
     found = [{"megatron_lite": __version__, "tokenizers": tokenizers.__version__}]
@@ -406,7 +473,11 @@ def describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.path}\0{file.size_bytes}\n".encode(errors="surrogateescape"))
-    return {"files": len(files), "bytes": sum(file.size_bytes for file in files), "sha256": digest.hexdigest()}
+    return {
+        "files": len(files),
+        "bytes": sum(file.size_bytes for file in files),
+        "sha256": digest.hexdigest(),
+    }
 
 
 def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
@@ -423,9 +494,11 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
 
 
 def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[str]:
-    """Return digests of all that the result depends on: names, sizes and times of the inputs, tokenizer, options.
+    """Return digests of all that the result depends on: names, sizes and times of the inputs,
+    tokenizer, options.
 
-    The first is that of `tokenizers`, whose pair serves always; the second, if there is one, that of fastokens.
+    The first is that of `tokenizers`, whose pair serves always; the second, if there is one, that
+    of fastokens.
     """
     found = []
     for versions in _versions(options, files):
@@ -439,7 +512,8 @@ def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[
 
 
 def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
-    """Refuse to overwrite files, except those that this very work was publishing when it was interrupted."""
+    """Refuse to overwrite files, except those that this very work was publishing when it was
+    interrupted."""
     if options.overwrite:
         return
     with contextlib.suppress(OSError):
@@ -453,4 +527,6 @@ def check_free(prefixes: Iterable[str]) -> None:
     for prefix in prefixes:
         for path in (prefix + ".idx", prefix + ".bin"):
             if os.path.lexists(path):
-                raise UsageError(f"{path}: exists; choose another --output_prefix, or replace it with --overwrite")
+                raise UsageError(
+                    f"{path}: exists; choose another --output_prefix, or replace it with --overwrite"
+                )

@@ -17,7 +17,13 @@ from megatron_lite.config.training import NO_MASK
 from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.tokenizing import JsonTokenizer, has_tokenizer, read_object, read_tokenizer_file, tokenizer_json
+from megatron_lite.data.tokenizing import (
+    JsonTokenizer,
+    has_tokenizer,
+    read_object,
+    read_tokenizer_file,
+    tokenizer_json,
+)
 from megatron_lite.errors import DataError, spelled
 
 TOKENS_PER_READ = 1 << 22
@@ -28,31 +34,41 @@ LARGEST_TOKEN = 1 << 26
 SHOWN_CHARACTERS = 160
 SHOWN_TOKENS = 1000  # decoded at each end of a document
 BAR_WIDTH = 40
-_PART = re.compile(r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z")  # of a corpus: the end of a prefix
+_PART = re.compile(
+    r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z"
+)  # of a corpus: the end of a prefix
 
 
 def _summary_of(prefix: str) -> tuple[str, JsonObject]:
-    """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be read."""
+    """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be
+    read."""
     candidates = prefix, _PART.sub("", prefix)
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
     return base, read_object(Path(base + SUMMARY))
 
 
 def files_beside(prefix: str) -> list[str]:
-    """Return the files that a pair may have beside it: its loss mask, and its summary and tokenizer or its corpus's."""
+    """Return the files that a pair may have beside it: its loss mask, and its summary and tokenizer
+    or its corpus's."""
     ends = (SUMMARY, TOKENIZER, ".tokenizer_config.json")
     corpora = dict.fromkeys([prefix, _PART.sub("", prefix)])
-    return [f"{prefix}_mask.idx", f"{prefix}_mask.bin", *(corpus + end for corpus in corpora for end in ends)]
+    return [
+        f"{prefix}_mask.idx",
+        f"{prefix}_mask.bin",
+        *(corpus + end for corpus in corpora for end in ends),
+    ]
 
 
 def older_summary(prefix: str) -> JsonObject:
-    """Return the summary of a pair that was prepared under other rules than today's; {} for any other pair."""
+    """Return the summary of a pair that was prepared under other rules than today's; {} for any
+    other pair."""
     summary = _summary_of(prefix)[1]
     return {} if summary.get("rules") == RULES else summary
 
 
 def outdated(prefixes: Iterable[str]) -> Iterator[str]:
-    """Yield warnings about pairs to which the rules that have changed since may have given other tokens."""
+    """Yield warnings about pairs to which the rules that have changed since may have given other
+    tokens."""
     for prefix in dict.fromkeys(prefixes):
         if older_summary(prefix):
             yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"
@@ -70,11 +86,14 @@ class KnownTokenizer(NamedTuple):
         return f"{self.name} ({self.size:,} tokens, SHA-256 {self.sha256[:8]})"
 
     def encodes_like(self, other: KnownTokenizer) -> bool:
-        """Whether both give a text the same ids; files that differ in form are compared by what they say."""
+        """Whether both give a text the same ids; files that differ in form are compared by what
+        they say."""
         same = self.sha256 in (other.sha256, other.source)
         if same or not (has_tokenizer(self.file) and has_tokenizer(other.file)):
             return same
-        own, others = (json.loads(read_tokenizer_file(file).to_str()) for file in (self.file, other.file))
+        own, others = (
+            json.loads(read_tokenizer_file(file).to_str()) for file in (self.file, other.file)
+        )
         return all(own[part] == others[part] for part in ("normalizer", "pre_tokenizer", "model"))
 
 
@@ -88,9 +107,11 @@ def known_tokenizer(file: str, name: str) -> KnownTokenizer:
 def check_tokenizer(
     prefixes: Iterable[str], vocab_size: int, expected: KnownTokenizer | None
 ) -> tuple[KnownTokenizer | None, list[str]]:
-    """Compare the tokenizer of every pair, by its summary, with the expected one, or else with that of the first pair.
+    """Compare the tokenizer of every pair, by its summary, with the expected one, or else with that
+    of the first pair.
 
-    Returns: the latter, and the pairs without a summary. Raises: DataError: one line that names both tokenizers.
+    Returns: the latter, and the pairs without a summary. Raises: DataError: one line that names
+    both tokenizers.
     """
     first, unknown = None, list[str]()
     for prefix in dict.fromkeys(prefixes):
@@ -101,7 +122,9 @@ def check_tokenizer(
             unknown.append(prefix)
             continue
         file, source = Path(base + TOKENIZER), str(summary.get("tokenizer_source"))
-        found = KnownTokenizer(f"of the data {prefix}", digest, size, file, source, summary.get("end_of_document"))
+        found = KnownTokenizer(
+            f"of the data {prefix}", digest, size, file, source, summary.get("end_of_document")
+        )
         first = first or found
         if not (expected or first).encodes_like(found):
             fix = f"which is {found.file}; use data and a model of one tokenizer"
@@ -112,7 +135,8 @@ def check_tokenizer(
 
 
 def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
-    """Return --loss_mask and --tokenizer_file of these pairs, as far as their summaries name them."""
+    """Return --loss_mask and --tokenizer_file of these pairs, as far as their summaries name
+    them."""
     found, masks = dict[str, str | tuple[str, ...]](), list[str]()
     for prefix in prefixes:
         base, summary = _summary_of(prefix)
@@ -125,7 +149,8 @@ def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
 
 
 def is_complete(prefix: str, fingerprints: Collection[str]) -> JsonObject | None:
-    """Return the summary of a corpus that was prepared with one of these, if all its files are there, else None."""
+    """Return the summary of a corpus that was prepared with one of these, if all its files are
+    there, else None."""
     summary = read_object(Path(prefix + SUMMARY))
     if summary.get("fingerprint") not in fingerprints:
         return None
@@ -151,7 +176,9 @@ def inspect(prefix: str) -> Iterator[str]:
     if base == prefix and "bytes_per_token" in summary:
         yield f"bytes per token   {summary['bytes_per_token']:.3f}"
     if len(sizes):
-        quarters = ", ".join(f"{q:,}" for q in np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist())
+        quarters = ", ".join(
+            f"{q:,}" for q in np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1], method="nearest").tolist()
+        )
         yield f"tokens/document   {quarters} (least, quarter, half, three quarters, most)"
         yield from _histogram(sizes)
         yield from _frequent(dataset, tokenizer)
@@ -170,7 +197,9 @@ def _frequent(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Itera
     counts, seen = np.zeros(1, dtype=np.int64), 0
     for _, _, tokens in dataset.parts(TOKENS_PER_READ):
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
-            raise DataError(f"{dataset.tokens.path}: holds {tokens.min():,} to {tokens.max():,}, which are not tokens")
+            raise DataError(
+                f"{dataset.tokens.path}: holds {tokens.min():,} to {tokens.max():,}, which are not tokens"
+            )
         found = np.bincount(tokens, minlength=len(counts))
         found[: len(counts)] += counts
         counts, seen = found, seen + len(tokens)
@@ -180,7 +209,11 @@ def _frequent(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Itera
     yield f"\nmost frequent tokens{part}: {np.count_nonzero(counts):,} different ones"
     for number in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
         if counts[number]:
-            text = f"  '{spelled(tokenizer.decode([number], with_end=True))}'" if tokenizer is not None else ""
+            text = (
+                f"  '{spelled(tokenizer.decode([number], with_end=True))}'"
+                if tokenizer is not None
+                else ""
+            )
             yield f"  {number:>8}  {counts[number] / max(seen, 1):>7.2%}{text}"
 
 
@@ -194,7 +227,11 @@ def _documents(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iter
             continue
         half = SHOWN_CHARACTERS // 2
         text = spelled(tokenizer.decode(tokens[:SHOWN_TOKENS], True))
-        last = text if len(tokens) <= SHOWN_TOKENS else spelled(tokenizer.decode(tokens[-SHOWN_TOKENS:], True))
+        last = (
+            text
+            if len(tokens) <= SHOWN_TOKENS
+            else spelled(tokenizer.decode(tokens[-SHOWN_TOKENS:], True))
+        )
         whole = last is text and len(text) <= SHOWN_CHARACTERS
         yield f"  {text}" if whole else f"  {text[:half]} ... {last[-half:]}"
 
@@ -209,14 +246,18 @@ def verify(prefix: str) -> str:
     if "files" not in summary:
         return f"{prefix}: sizes and index fit; no {base}.summary.json holds digests"
     try:
-        described = {ending: summary["files"][Path(prefix).name + ending] for ending in (".bin", ".idx")}
+        described = {
+            ending: summary["files"][Path(prefix).name + ending] for ending in (".bin", ".idx")
+        }
         vocab_size = summary["vocab_size"]
         begin = summary["begin_of_document"]
         end = summary["end_of_document"]
         digests = {prefix + ending: str(entry["sha256"]) for ending, entry in described.items()}
         digests[base + TOKENIZER] = str(summary["tokenizer_sha256"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{base}.summary.json: does not describe {prefix}: {error!r} is missing") from error
+        raise DataError(
+            f"{base}.summary.json: does not describe {prefix}: {error!r} is missing"
+        ) from error
     for path, expected in digests.items():
         with reading(path):
             digest = digest_of(Path(path))
@@ -225,15 +266,23 @@ def verify(prefix: str) -> str:
                 f"{path}: its SHA-256 is {digest[:16]}..., but {expected[:16]}... was written; copy it again"
             )
     for first, sizes, tokens in dataset.parts(TOKENS_PER_READ):
-        _check_tokens(f"{prefix}.bin", first, sizes, tokens, vocab_size, {"begin": begin, "end": end})
+        _check_tokens(
+            f"{prefix}.bin", first, sizes, tokens, vocab_size, {"begin": begin, "end": end}
+        )
     counts = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
     return f"{prefix}: {counts}: index, digests, tokens and tokenizer are as they were written"
 
 
 def _check_tokens(
-    path: str, first: int, sizes: NDArray[np.int32], tokens: NDArray[Any], vocab_size: int, marks: dict[str, int | None]
+    path: str,
+    first: int,
+    sizes: NDArray[np.int32],
+    tokens: NDArray[Any],
+    vocab_size: int,
+    marks: dict[str, int | None],
 ) -> None:
-    """Check documents from number `first` on. marks: the tokens that begin and end each, None: none."""
+    """Check documents from number `first` on. marks: the tokens that begin and end each, None:
+    none."""
     ends = np.cumsum(sizes, dtype=np.int64)
     bad = np.flatnonzero((tokens >= vocab_size) | (tokens < 0))
     if bad.size:
@@ -246,6 +295,10 @@ def _check_tokens(
         if wanted is None:
             continue
         positions = ends - sizes if place == "begin" else ends - 1
-        wrong = np.flatnonzero((sizes == 0) | (tokens[np.clip(positions, 0, max(len(tokens) - 1, 0))] != wanted))
+        wrong = np.flatnonzero(
+            (sizes == 0) | (tokens[np.clip(positions, 0, max(len(tokens) - 1, 0))] != wanted)
+        )
         if wrong.size:
-            raise DataError(f"{path}: document {first + int(wrong[0])} does not {place} with token {wanted}")
+            raise DataError(
+                f"{path}: document {first + int(wrong[0])} does not {place} with token {wanted}"
+            )

@@ -1,4 +1,5 @@
-"""Data and models in remote storage: copied into a cache, and found there while they are unchanged at their source."""
+"""Data and models in remote storage: copied into a cache, and found there while they are unchanged
+at their source."""
 
 from __future__ import annotations
 
@@ -27,27 +28,33 @@ WEB_FOLDER = "of a folder in the web give files, {one,two}.txt, or a pattern, *.
 
 
 def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | None:
-    """Return the folder of copies and of prepared text: --dataset_cache, or one in the experiment directory, if any."""
-    return chosen or (str(Path(experiment_dir, "dataset_cache")) if experiment_dir is not None else None)
+    """Return the folder of copies and of prepared text: --dataset_cache, or one in the experiment
+    directory, if any."""
+    return chosen or (
+        str(Path(experiment_dir, "dataset_cache")) if experiment_dir is not None else None
+    )
 
 
 def local_copy(address: str, flag: str, cache: str | None) -> str:
-    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a prefix's pair
-    with what is beside it.
+    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a
+    prefix's pair with what is beside it.
 
-    A local path is returned, without `file://`. A copy that was cut goes on at the byte where it was cut.
+    A local path is returned, without `file://`. A copy that was cut goes on at the byte where it
+    was cut.
 
     Raises:
         UsageError: for an address without a place (cache), or without the package of the store.
-        DataError: if nothing is there, it cannot be read, or a name in the store leads out of the copy.
-        StorageError: if the cache cannot be written.
+        DataError: if nothing is there, it cannot be read, or a name in the store leads out of the
+        copy. StorageError: if the cache cannot be written.
     """
     address = re.sub("^(file|local)://", "", address)
     if "://" not in address:
         return address
     storage_address(address, flag)
     if cache is None:
-        raise UsageError(f"--{flag}={address}: there is no place for a copy; give --dataset_cache or --experiment_dir")
+        raise UsageError(
+            f"--{flag}={address}: there is no place for a copy; give --dataset_cache or --experiment_dir"
+        )
     get_logger().info("asking for %s", address)
     storage = Storage(address, flag)
     there = storage.path
@@ -55,9 +62,18 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     pattern = re.search(r"[*?\[{]", there)
     base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
     try:
-        with held(folder, lambda: get_logger().info("waiting for another process, which copies %s", address)):
-            found = (item for full in expand_braces(there) for item in _found(storage, full).items())
-            files = {path.removeprefix(f"{base}/"): told for path, told in found if told["type"] == "file"}
+        with held(
+            folder,
+            lambda: get_logger().info("waiting for another process, which copies %s", address),
+        ):
+            found = (
+                item for full in expand_braces(there) for item in _found(storage, full).items()
+            )
+            files = {
+                path.removeprefix(f"{base}/"): told
+                for path, told in found
+                if told["type"] == "file"
+            }
             if not files:
                 fact = "there is no such file or folder, and no pair with this prefix"
                 raise DataError(f"--{flag}={address}: {fact}; {WEB_FOLDER}")
@@ -66,7 +82,9 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
         raise
     except Exception as error:
         raise DataError(f"--{flag}={address}: {failure(error)}") from None
-    get_logger().info("copied %s to %s: %.1f MB of %d files", address, folder, num_bytes / 1e6, len(files))
+    get_logger().info(
+        "copied %s to %s: %.1f MB of %d files", address, folder, num_bytes / 1e6, len(files)
+    )
     return str(folder if pattern else folder / name)
 
 
@@ -76,26 +94,34 @@ def _found(storage: Storage, there: str) -> dict[str, Mapping[str, Any]]:
         return dict(storage.call("glob", there, detail=True))
     if storage.call("exists", f"{there}.idx"):
         beside = [path for path in files_beside(there) if storage.call("exists", path)]
-        return {path: storage.call("info", path) for path in (f"{there}.idx", f"{there}.bin", *beside)}
+        return {
+            path: storage.call("info", path) for path in (f"{there}.idx", f"{there}.bin", *beside)
+        }
     if storage.call("isfile", there):
         return {there: storage.call("info", there)}
     return dict(storage.call("find", there, detail=True))
 
 
 def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
-    """Bring the folder up to date with its source; return the bytes copied. files: what the store tells of each."""
+    """Bring the folder up to date with its source; return the bytes copied. files: what the store
+    tells of each."""
     record, num_bytes = read_object(folder / RECORD), 0
     for name, told in files.items():
         path = inside(folder, folder / name)
         there = f"{base}/{name}"
         part = f"{name}.part"
         if name in (RECORD, LOCK):
-            raise DataError(f"{there}: a copy has a file of its own with this name; rename it there")
+            raise DataError(
+                f"{there}: a copy has a file of its own with this name; rename it there"
+            )
         if told.get("size") is None:  # a page that lists files knows no sizes
             told = storage.call("info", there)
         if told.get("mimetype") == "text/html" and not name.endswith(PAGES):
             raise DataError(f"{there}: the server sends a page, not a file; {WEB_FOLDER}")
-        if record.get(name) == [path.stat().st_size if path.is_file() else None, version := _version(told)]:
+        if record.get(name) == [
+            path.stat().st_size if path.is_file() else None,
+            version := _version(told),
+        ]:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         goes_on, record[part] = record.get(part) == version, version
@@ -110,8 +136,11 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
     return num_bytes
 
 
-def _append(storage: Storage, there: str, told: Mapping[str, Any], part: Path, goes_on: bool) -> int:
-    """Append to a part of a file what is missing; return its length. told: what the store tells of the file.
+def _append(
+    storage: Storage, there: str, told: Mapping[str, Any], part: Path, goes_on: bool
+) -> int:
+    """Append to a part of a file what is missing; return its length. told: what the store tells of
+    the file.
 
     A failure is tried again as long as each try brings bytes.
     """
@@ -125,11 +154,14 @@ def _append(storage: Storage, there: str, told: Mapping[str, Any], part: Path, g
             except Exception as error:
                 if file.tell() <= begin:
                     raise
-                get_logger().warning("%s: %s; the copy goes on at byte %s", there, failure(error), f"{file.tell():,}")
+                get_logger().warning(
+                    "%s: %s; the copy goes on at byte %s", there, failure(error), f"{file.tell():,}"
+                )
 
 
 def _version(told: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file: of several facts the first, as listings round times differently."""
+    """Return what a store changes with a file: of several facts the first, as listings round times
+    differently."""
     keys = ("ETag", "md5Hash", "LastModified", "Last-Modified", "mtime")
     version = next((told[key] for key in keys if told.get(key)), "")
     return f"{told.get('size')} {version}"

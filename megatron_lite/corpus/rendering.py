@@ -1,4 +1,5 @@
-"""Ask transformers what it makes of tokenizers and conversations: its own special tokens, templates, texts and masks.
+"""Ask transformers what it makes of tokenizers and conversations: its own special tokens,
+templates, texts and masks.
 
 Imported only by the process of `confined`, once, before any limit counts.
 """
@@ -32,8 +33,8 @@ Parts = list[tuple[int, int]]  # of a text, which count
 def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, list[int]]]]:
     """Return what AutoTokenizer makes of a folder, without code of its own and without a network.
 
-    Returns: the effective tokenizer.json, special tokens by name, its chat templates as in a tokenizer_config.json, and
-    texts, among them every added token, with their ids.
+    Returns: the effective tokenizer.json, special tokens by name, its chat templates as in a
+    tokenizer_config.json, and texts, among them every added token, with their ids.
 
     Raises: DataError if it cannot be loaded.
     """
@@ -42,7 +43,9 @@ def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, li
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         backend = loaded.backend_tokenizer
     except Exception as error:  # whatever the files of a stranger lead to
         reason = f"cannot be loaded: transformers says {type(error).__name__}: {error}"
@@ -60,7 +63,8 @@ def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, li
 
 
 def exported(file: str, model_type: str, folder: str) -> str:
-    """Return what differs between the ids of training and those that AutoTokenizer gives in an export, if anything.
+    """Return what differs between the ids of training and those that AutoTokenizer gives in an
+    export, if anything.
 
     folder: for the tokenizer as exports hold it.
     """
@@ -76,11 +80,13 @@ def exported(file: str, model_type: str, folder: str) -> str:
 def rendered(
     template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, prompt: bool
 ) -> tuple[str, Parts | None]:
-    """Return the text, and the parts that the template marks as the assistant's; None: it marks nothing.
+    """Return the text, and the parts that the template marks as the assistant's; None: it marks
+    nothing.
 
     prompt: with the beginning of an answer.
 
-    template: one, or several as in a tokenizer_config.json. tokens: special tokens by the names that a template uses.
+    template: one, or several as in a tokenizer_config.json. tokens: special tokens by the names
+    that a template uses.
 
     Raises: whatever the template does.
     """
@@ -100,10 +106,14 @@ def _chosen(template: Any, tools: Any) -> str:
     return str(named["tool_use" if tools is not None and "tool_use" in named else "default"])
 
 
-def spoken(template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int) -> tuple[str, Parts]:
-    """Return the text, and what the assistant says in it from message `first` on, with the end of each turn.
+def spoken(
+    template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int
+) -> tuple[str, Parts]:
+    """Return the text, and what the assistant says in it from message `first` on, with the end of
+    each turn.
 
-    Without marks, that is what a message adds to the text of those before it and the beginning of an answer.
+    Without marks, that is what a message adds to the text of those before it and the beginning of
+    an answer.
 
     Raises: as `rendered`, or DataError if a message changes the text before it.
     """

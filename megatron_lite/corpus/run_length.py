@@ -1,4 +1,5 @@
-"""The iterations of a run that is to read a number of tokens or epochs, from what it has read and its data."""
+"""The iterations of a run that is to read a number of tokens or epochs, from what it has read and
+its data."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megatron_lite.validation.rules import Note
 def with_length(
     config: Config, asked: Config, began: JsonObject | None, world_size: int
 ) -> tuple[Config, tuple[Note, ...]]:
-    """Derive the iterations from --epochs or --train_tokens, and with them the schedule; say so in a note.
+    """Derive the iterations from --epochs or --train_tokens, and with them the schedule; say so in
+    a note.
 
     config: resolved, with pairs as data. asked: as typed. began: see `Choice.began`.
 
@@ -30,5 +32,11 @@ def with_length(
         return config, ()
     iterations = Counts(config, began).iterations_of(tokens)
     found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
-    derived = {**vars(found.learning_rate), "train_iters": iterations, "log_interval": found.run.log_interval}
-    return changed(config, derived), (Note(f"{goal}: --train_iters={iterations}, after {tokens:,} tokens or more"),)
+    derived = {
+        **vars(found.learning_rate),
+        "train_iters": iterations,
+        "log_interval": found.run.log_interval,
+    }
+    return changed(config, derived), (
+        Note(f"{goal}: --train_iters={iterations}, after {tokens:,} tokens or more"),
+    )

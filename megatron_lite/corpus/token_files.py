@@ -1,8 +1,9 @@
-"""Token files of other programs, and pairs whose index lacks borders of documents, as a pair with these borders.
+"""Token files of other programs, and pairs whose index lacks borders of documents, as a pair with
+these borders.
 
-Read are pairs; files of datatrove: `x.ds`, with the end of each document, in tokens, as 64-bit integers in
-`x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT and OLMo-core write them, and
-files of numpy's `save`.
+Read are pairs; files of datatrove: `x.ds`, with the end of each document, in tokens, as 64-bit
+integers in `x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT
+and OLMo-core write them, and files of numpy's `save`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,21 @@ from megatron_lite.corpus.prepared import SUMMARY, TOKENIZER
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import DataError, UsageError
 
-TYPES = ("uint8", "uint16", "int32", "uint32", "int64", "uint64")  # of tokens in files without a header
+TYPES = (
+    "uint8",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+)  # of tokens in files without a header
 SUFFIXES = (".ds", ".npy", ".bin")
 TOKENS_PER_READ = 1 << 22
 
 
-def convert(names: Sequence[str], prefix: str, kind: str | None, end: int | None, overwrite: bool) -> str:
+def convert(
+    names: Sequence[str], prefix: str, kind: str | None, end: int | None, overwrite: bool
+) -> str:
     """Write the tokens of all files, in their order, into a pair; return what was written.
 
     kind: of TYPES. end: the token after which documents end, also inside known ones.
@@ -42,10 +52,15 @@ def convert(names: Sequence[str], prefix: str, kind: str | None, end: int | None
     with IndexedDatasetWriter(prefix, "<u2" if fits else "<i4") as writer:
         for file, tokens, ends in files:
             starts = range(0, len(tokens), TOKENS_PER_READ)
-            cuts = [start + 1 + np.flatnonzero(tokens[start : start + TOKENS_PER_READ] == end) for start in starts]
+            cuts = [
+                start + 1 + np.flatnonzero(tokens[start : start + TOKENS_PER_READ] == end)
+                for start in starts
+            ]
             if file.compression or not any(map(len, cuts if end is not None else [ends])):
                 fix = "give its type with --from_tokens, and the token that ends documents with --split_documents_at"
-                raise UsageError(f"{file.path}: no document ends in it as it is; decompress it, {fix}")
+                raise UsageError(
+                    f"{file.path}: no document ends in it as it is; decompress it, {fix}"
+                )
             borders = np.unique(np.concatenate([[0, len(tokens)], ends, *cuts]).astype(np.int64))
             for first, stop in itertools.pairwise(borders.tolist()):
                 document = tokens[first:stop]
@@ -72,7 +87,11 @@ def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype.name}, not integers")
         if ends[-1:].tolist() not in ([], [len(tokens)]) or Path(path + ".loss").exists():
-            raise ValueError(f"{len(tokens):,} tokens, documents that end at {ends[-1:]}, no loss mask (.loss)")
+            raise ValueError(
+                f"{len(tokens):,} tokens, documents that end at {ends[-1:]}, no loss mask (.loss)"
+            )
     except ValueError as error:
-        raise DataError(f"{path}: is not what its name, its index or --from_tokens say: {error}") from error
+        raise DataError(
+            f"{path}: is not what its name, its index or --from_tokens say: {error}"
+        ) from error
     return tokens.reshape(-1), ends

@@ -29,7 +29,8 @@ from megatron_lite.data.tokenizing import (
 )
 from megatron_lite.errors import UsageError
 
-# Of input: to load fastokens and prove its ids takes as long as `tokenizers` takes for so much text.
+# Of input: to load fastokens and prove its ids takes as long as `tokenizers` takes for so much
+# text.
 WORTHWHILE_BYTES = 1 << 20
 BYTES, SMALL = "bytes need no library", "the input is small"  # where nobody expects fastokens
 
@@ -38,7 +39,8 @@ BYTES, SMALL = "bytes need no library", "the input is small"  # where nobody exp
 class TokenizerChoice:
     """The user's choice.
 
-    begin, end: a token, `none`, or None for the default: no token at the beginning, the tokenizer's own at the end.
+    begin, end: a token, `none`, or None for the default: no token at the beginning, the tokenizer's
+    own at the end.
     """
 
     name: str = "byte"  # or a path
@@ -59,7 +61,12 @@ class TokenizerChoice:
         kind = "byte" if self.name == BYTE else "file"
         if self.train is not None:
             kind = f"trained, {self.train}"
-        return {"kind": kind, "begin": self.begin, "end": self.end, "special_tokens": self.special_tokens}
+        return {
+            "kind": kind,
+            "begin": self.begin,
+            "end": self.end,
+            "special_tokens": self.special_tokens,
+        }
 
     def identity(self) -> str:
         """Return text that identifies this tokenizer, without training it."""
@@ -75,22 +82,28 @@ class TokenizerChoice:
     def open(
         self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool
     ) -> tuple[Encoding, JsonTokenizer]:
-        """Train the tokenizer if necessary, put its file into the work folder, find its tokens, and return it, too.
+        """Train the tokenizer if necessary, put its file into the work folder, find its tokens, and
+        return it, too.
 
         Raises:
             DataError: if it cannot be read or has no end of documents.
-            UsageError: if it lacks a token that the user names, or the vocabulary to train has no possible size.
+            UsageError: if it lacks a token that the user names, or the vocabulary to train has no
+            possible size.
         """
         path, config = folder / "given.tokenizer.json", {}
         if self.train is not None:
-            key = hashlib.sha256(repr((self.train, files, fields)).encode(errors="surrogateescape")).hexdigest()
+            key = hashlib.sha256(
+                repr((self.train, files, fields)).encode(errors="surrogateescape")
+            ).hexdigest()
             path = folder / f"trained-{key[:32]}.json"
             if not path.is_file():
                 # Faults are counted in the second pass; with `strict` the first one ends this one.
                 texts = whole_texts(files, fields, strict, purpose="reading for the tokenizer")
                 trained = train_tokenizer(texts, self.train, str(path))
                 if trained.vocab_size < self.train:
-                    print(f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr)
+                    print(
+                        f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr
+                    )
             given = JsonTokenizer(str(path), self.special_tokens)
         else:
             said = effective(str(self.source))
@@ -98,12 +111,18 @@ class TokenizerChoice:
             given = JsonTokenizer(str(self.source), self.special_tokens, needs_end, said)
             config = said.config
             replace_file(path, without_dropout(said.tokenizer))
-        end = given.end_of_document if self.end is None else self._token(given, "end_of_document", self.end)
+        end = (
+            given.end_of_document
+            if self.end is None
+            else self._token(given, "end_of_document", self.end)
+        )
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         if self.end not in (None, ABSENT):
             config = {**config, "eos_token": self.end}  # exports and samples end with it, too
         if config:
-            replace_json(path.with_name(path.name.removesuffix("tokenizer.json") + CONFIG_NAME), config)
+            replace_json(
+                path.with_name(path.name.removesuffix("tokenizer.json") + CONFIG_NAME), config
+            )
         model = json.loads(path.read_bytes())["model"]
         unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
         is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens
@@ -112,10 +131,13 @@ class TokenizerChoice:
             end = None
             special_tokens = True
         digest = digest_of(path)
-        return Encoding(path.name, is_byte, digest, given.vocab_size, begin, end, special_tokens, unknown), given
+        return Encoding(
+            path.name, is_byte, digest, given.vocab_size, begin, end, special_tokens, unknown
+        ), given
 
     def fast_version(self, files: Sequence[InputFile], fields: TextFields) -> str:
-        """Return the version of fastokens if it may serve. Raises: UnfitError, which says why not."""
+        """Return the version of fastokens if it may serve. Raises: UnfitError, which says why
+        not."""
         size_bytes = sum(file.size_bytes for file in files)
         version = next((found.version for found in metadata.distributions(name=FAST)), "")
         reasons = {
@@ -133,8 +155,11 @@ class TokenizerChoice:
                 raise UnfitError(reason)
         return version
 
-    def fast(self, given: Any, files: Sequence[InputFile], fields: TextFields) -> FastTokenizer | None:
-        """Load fastokens for a JsonTokenizer and prove its ids, or return None and say why, unless nobody expects it.
+    def fast(
+        self, given: Any, files: Sequence[InputFile], fields: TextFields
+    ) -> FastTokenizer | None:
+        """Load fastokens for a JsonTokenizer and prove its ids, or return None and say why, unless
+        nobody expects it.
 
         Raises: UsageError if the user asks for it in vain.
         """
@@ -144,11 +169,16 @@ class TokenizerChoice:
             found.prove()
         except UnfitError as reason:
             if self.library == FAST:
-                raise UsageError(f"--tokenizer_library={FAST}: {reason}; write auto, or tokenizers") from None
+                raise UsageError(
+                    f"--tokenizer_library={FAST}: {reason}; write auto, or tokenizers"
+                ) from None
             if str(reason) not in (BYTES, SMALL):
                 print(f"tokenizing without {FAST}: {reason}", file=sys.stderr)
             return None
-        print(f"tokenizing with {FAST}: the ids of proof texts are those of tokenizers", file=sys.stderr)
+        print(
+            f"tokenizing with {FAST}: the ids of proof texts are those of tokenizers",
+            file=sys.stderr,
+        )
         return found
 
     def _token(self, tokenizer: JsonTokenizer, flag: str, token: str) -> int | None:

@@ -1,8 +1,9 @@
 """Read a tokenizer for what it says in effect.
 
-A folder means what transformers makes of it (`rendering.described`). A folder that seems to say no more than its
-tokenizer.json and the names of its special tokens needs no transformers. A file of another name means what it says, and
-so does the tokenizer.json of our exports, as in their training.
+A folder means what transformers makes of it (`rendering.described`). A folder that seems to say no
+more than its tokenizer.json and the names of its special tokens needs no transformers. A file of
+another name means what it says, and so does the tokenizer.json of our exports, as in their
+training.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.
 # Architectures that leave the choice of the class to the folder.
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
-# For exports that AutoTokenizer reads by another class, or by special tokens that the training did not know.
+# For exports that AutoTokenizer reads by another class, or by special tokens that the training did
+# not know.
 ADVICE = "load their tokenizer with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
 
 
@@ -59,14 +61,17 @@ def need_library() -> None:
 def effective(path: str) -> TokenizerFiles:
     """Read a tokenizer.json, or `byte`.
 
-    Transformers, if it is there, is asked about every folder, which takes a second of another process.
+    Transformers, if it is there, is asked about every folder, which takes a second of another
+    process.
 
-    Raises: DataError if it cannot be read, needs code of its own, or gives other ids than it states; UsageError if
-        that takes transformers, which is not installed.
+    Raises: DataError if it cannot be read, needs code of its own, or gives other ids than it
+        states; UsageError if that takes transformers, which is not installed.
     """
     said, folder = read_files(path), Path(path).parent
     library = read_tokenizer_file(path, said.tokenizer)
-    added = {entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])}
+    added = {
+        entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])
+    }
     for entry in added.values():
         if (given := library.token_to_id(entry["content"])) != entry["id"]:
             raise DataError(
@@ -79,8 +84,12 @@ def effective(path: str) -> TokenizerFiles:
     tokenizer, tokens, template, ids = confined(LOADING, "described", str(folder))
     if TRAINED in read_object(folder / "config.json"):
         return TokenizerFiles(said.tokenizer, said.config | {"chat_template": template})
-    ours, theirs = (json.loads(text) | {"post_processor": None} for text in (library.to_str(), tokenizer))
-    plain = {key: value for key, value in said.config.items() if isinstance(value, str | int | float)}
+    ours, theirs = (
+        json.loads(text) | {"post_processor": None} for text in (library.to_str(), tokenizer)
+    )
+    plain = {
+        key: value for key, value in said.config.items() if isinstance(value, str | int | float)
+    }
     config = plain | tokens | {"tokenizer_class": PLAIN_CLASSES[0], "chat_template": template}
     said = TokenizerFiles(said.tokenizer if ours == theirs else tokenizer.encode(), config)
     if reason := difference(JsonTokenizer(path, True, False, said), ids):
@@ -89,13 +98,17 @@ def effective(path: str) -> TokenizerFiles:
 
 
 def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> threading.Thread:
-    """Begin to compare the tokenizer of a run's exports with the ids of its training; a difference is a warning.
+    """Begin to compare the tokenizer of a run's exports with the ids of its training; a difference
+    is a warning.
 
     Returns: a thread that waits for the comparison, which `end_process` ends.
     """
 
     def compare() -> None:
-        with contextlib.suppress(DataError), tempfile.TemporaryDirectory() as folder:  # the process was ended
+        with (
+            contextlib.suppress(DataError),
+            tempfile.TemporaryDirectory() as folder,
+        ):  # the process was ended
             if reason := confined(LOADING, "exported", file, model_type, folder):
                 warn(f"AutoTokenizer on exports of this run: {reason}; {ADVICE}")
         end_process()  # it would keep memory
@@ -106,7 +119,8 @@ def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> 
 
 
 def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
-    """Compare ids of texts with those that transformers gives; return what differs in the shortest, if anything."""
+    """Compare ids of texts with those that transformers gives; return what differs in the shortest,
+    if anything."""
     different = (
         f"{text!r} is {theirs} in transformers, {ours} by tokenizer.json"
         for text, theirs in sorted(stated, key=lambda each: len(each[0]))
@@ -116,23 +130,32 @@ def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
 
 
 def _says_more(folder: Path, added: dict[str, Any]) -> bool:
-    """Say whether the files beside a tokenizer.json state a class, a token, an id or a flag that it does not.
+    """Say whether the files beside a tokenizer.json state a class, a token, an id or a flag that it
+    does not.
 
     added: its added tokens by their content.
     """
     files = [folder / name for name in (CONFIG_NAME, SPECIAL_MAP)]
     beside = [read_object(file) for file in files]
-    if any(file.is_file() and not read_object(file) and file.read_bytes().strip() != b"{}" for file in files):
+    if any(
+        file.is_file() and not read_object(file) and file.read_bytes().strip() != b"{}"
+        for file in files
+    ):
         return True  # damaged
     model = read_object(folder / "config.json")
     if TRAINED in model:
         return False
     kind, model_type = (model | beside[0]).get("tokenizer_class"), model.get("model_type")
-    is_plain = model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
+    is_plain = (
+        model_type in (None, *FREE) if kind in PLAIN_CLASSES else (kind, model_type) == (None, None)
+    )
     if not is_plain or beside[0].get("split_special_tokens"):
         return True
     ids = read_object(folder / ADDED)
-    stated = [*_stated(beside, ""), *({"content": text, "id": number} for text, number in ids.items())]
+    stated = [
+        *_stated(beside, ""),
+        *({"content": text, "id": number} for text, number in ids.items()),
+    ]
     return not all(token.items() <= added.get(token["content"], {}).items() for token in stated)
 
 
@@ -148,4 +171,7 @@ def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
         for value in part:
             yield from _stated(value, key)
     elif not isinstance(part, bool | None) and key.endswith(("_token", "special_tokens")):
-        yield {"content": str(part), "special": True}  # a number or a list is none, whatever it means
+        yield {
+            "content": str(part),
+            "special": True,
+        }  # a number or a list is none, whatever it means

@@ -1,1 +1,2 @@
-"""Training data: token files, the order of samples, blends of data sets, loader workers, tokenizers."""
+"""Training data: token files, the order of samples, blends of data sets, loader workers,
+tokenizers."""

@@ -1,13 +1,15 @@
 """Blends: the data set of a sample as a pure function of its index.
 
-The data sets are the leaves of a binary tree whose nodes split their weight about evenly. At a node whose left side has
-share p of the weight, round(p * i) of the first i samples go left and the others go right: sample i goes left if this
-count increases, and its index on its side is the count before it. A walk down from the root costs O(depth), needs no
-table, and keeps the proportions in every prefix of the run, not only at its end.
+The data sets are the leaves of a binary tree whose nodes split their weight about evenly. At a node
+whose left side has share p of the weight, round(p * i) of the first i samples go left and the
+others go right: sample i goes left if this count increases, and its index on its side is the count
+before it. A walk down from the root costs O(depth), needs no table, and keeps the proportions in
+every prefix of the run, not only at its end.
 
-Weights may change at given samples. The left side's share of i samples is then not p * i but a line with a bend at each
-change: it bends where the node's own samples come to the change if all proportions are exact. A later change leaves
-the samples before it as they are, but for the last few samples of a data set.
+Weights may change at given samples. The left side's share of i samples is then not p * i but a line
+with a bend at each change: it bends where the node's own samples come to the change if all
+proportions are exact. A later change leaves the samples before it as they are, but for the last few
+samples of a data set.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Change = tuple[int, Sequence[float]]  # first sample, and the weights from it on
 
 
 class _Segment(NamedTuple):
-    """A straight part of the line at a node: `value + share * (i - first)` of its first i samples go left."""
+    """A straight part of the line at a node: `value + share * (i - first)` of its first i samples
+    go left."""
 
     first: int  # sample of the node
     value: int  # times 2**32
@@ -39,19 +42,22 @@ class _Segment(NamedTuple):
 class Blend:
     """A weighted mix of data sets: the data set of every sample, and the index in it.
 
-    Error bound: in every prefix a data set gets its weight times the samples with that weight, give or take a few. The
-    error of a child is at most its largest share times the error of its node, plus c = 1/2 + i / 2**33 for rounding
-    (the second term from the 32 bits of the share). `_build` gives every child that is not a leaf a share of at most
-    3/4 of the first weights, so that without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c, and
-    those of leaves, which may have any share, below 5 c: 2.5 samples, for any number of data sets.
+    Error bound: in every prefix a data set gets its weight times the samples with that weight, give
+    or take a few. The error of a child is at most its largest share times the error of its node,
+    plus c = 1/2 + i / 2**33 for rounding (the second term from the 32 bits of the share). `_build`
+    gives every child that is not a leaf a share of at most 3/4 of the first weights, so that
+    without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c, and those of leaves,
+    which may have any share, below 5 c: 2.5 samples, for any number of data sets.
     """
 
     def __init__(self, weights: Sequence[float], changes: Sequence[Change] = ()) -> None:
-        """weights: one non-negative finite number per data set, with a positive sum, not normalised; changes: in
-        rising order, above sample 0."""
+        """weights: one non-negative finite number per data set, with a positive sum, not
+        normalised; changes: in rising order, above sample 0."""
         stages = [(0, weights), *changes]
         for _, stage in stages:
-            assert len(stage) == len(weights) and min(stage) >= 0 and 0 < sum(stage) < float("inf"), stage
+            assert (
+                len(stage) == len(weights) and min(stage) >= 0 and 0 < sum(stage) < float("inf")
+            ), stage
         assert all(one[0] < other[0] for one, other in itertools.pairwise(stages)), stages
         self.num_datasets = len(weights)
         self.firsts = tuple(first for first, _ in stages)
@@ -60,7 +66,9 @@ class Blend:
         # Samples of each data set before each stage.
         self._due = [self.due(first) for first in self.firsts]
         lines: list[list[_Segment]] = []  # per inner node
-        children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d stands for data set d
+        children: list[
+            tuple[int, int]
+        ] = []  # per inner node: (left, right); -1 - d stands for data set d
         # Heaviest first, as the error bound requires.
         order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
         self._root = self._build(order, lines, children)
@@ -68,15 +76,22 @@ class Blend:
         padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in lines]
         table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
         # (nodes, segments of the node with the most segments) each, and (nodes, 2)
-        self._first_table, self._value_table, self._share_table = (table[:, :, column].copy() for column in range(3))
+        self._first_table, self._value_table, self._share_table = (
+            table[:, :, column].copy() for column in range(3)
+        )
         self._child_table = np.array(children, dtype=np.int64).reshape(-1, 2)
 
     def due(self, num_samples: int) -> list[float]:
         """Return the exact share of each data set in the first `num_samples`, in samples."""
         ends = (*self.firsts[1:], num_samples)
-        lengths = [max(0, min(num_samples, end) - first) for first, end in zip(self.firsts, ends, strict=True)]
+        lengths = [
+            max(0, min(num_samples, end) - first)
+            for first, end in zip(self.firsts, ends, strict=True)
+        ]
         return [
-            math.fsum(stage[dataset] * length for stage, length in zip(self.stages, lengths, strict=True))
+            math.fsum(
+                stage[dataset] * length for stage, length in zip(self.stages, lengths, strict=True)
+            )
             for dataset in range(self.num_datasets)
         ]
 
@@ -90,7 +105,9 @@ class Blend:
             counts[self._child_table[node]] = [*left, *(counts[[node]] - left)]
         return [int(count) for count in counts[nodes:][::-1]]
 
-    def _build(self, datasets: list[int], lines: list[list[_Segment]], children: list[tuple[int, int]]) -> int:
+    def _build(
+        self, datasets: list[int], lines: list[list[_Segment]], children: list[tuple[int, int]]
+    ) -> int:
         """Build the subtree of `datasets` (sorted by falling weight) and return its node."""
         if len(datasets) == 1:
             return -1 - datasets[0]
@@ -103,7 +120,11 @@ class Blend:
             cut = len(datasets) // 2
         sides = datasets[:cut], datasets[cut:]
         left, right = (self._build(side, lines, children) for side in sides)
-        lines.append(self._line(sides[0], datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)))
+        lines.append(
+            self._line(
+                sides[0], datasets, round((running / total if total > 0 else 1.0) * 2**_BITS)
+            )
+        )
         children.append((left, right))
         return len(lines) - 1
 
@@ -119,13 +140,16 @@ class Blend:
             value = round((_total(due, left) + share * (first - bend)) * 2**_BITS)
             while line and line[-1].first >= first:
                 line.pop()
-            before = 0 if not line else line[-1].value + line[-1].share * (first - 1 - line[-1].first)
+            before = (
+                0 if not line else line[-1].value + line[-1].share * (first - 1 - line[-1].first)
+            )
             value = min(max(value, before), before + 2**_BITS) if line else 0
             line.append(_Segment(first, value, round(share * 2**_BITS)))
         return line
 
     def locate(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ... per data set.
+        """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ...
+        per data set.
 
         indices: (k,) below MAX_SAMPLES; returns two arrays (k,).
         """
@@ -143,7 +167,8 @@ class Blend:
         return -1 - node, position.astype(np.int64)
 
     def _left_count(self, node: Integers, count: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return how many of the first `count` samples of a node go left: its line at `count`, rounded."""
+        """Return how many of the first `count` samples of a node go left: its line at `count`,
+        rounded."""
         if self._first_table.shape[1] == 1:
             exact = self._share_table[node, 0] * count
         else:
@@ -168,7 +193,8 @@ class Concatenation:
         self.num_samples = int(self._ends[-1])
 
     def locate(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the data set of each sample, and the sample's index in it: (k,) below `num_samples` -> two (k,)."""
+        """Return the data set of each sample, and the sample's index in it: (k,) below
+        `num_samples` -> two (k,)."""
         assert not indices.size or 0 <= indices.min() <= indices.max() < self.num_samples, indices
         datasets = np.searchsorted(self._ends, indices, side="right")
         return datasets, indices - self._starts[datasets]

@@ -1,7 +1,9 @@
-"""The samples and tokens that a run has trained on, counted over all its starts, whatever options each of them had.
+"""The samples and tokens that a run has trained on, counted over all its starts, whatever options
+each of them had.
 
-Every checkpoint holds it: the sizes of all batches so far, and for each data set, by its fingerprint, the samples that
-were read. A start adds what it reads itself, from its first iteration on.
+Every checkpoint holds it: the sizes of all batches so far, and for each data set, by its
+fingerprint, the samples that were read. A start adds what it reads itself, from its first iteration
+on.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
 
-Read = tuple[str, str, int, int, int]  # fingerprint, name, samples of an epoch, tokens of a sample, samples read
+Read = tuple[
+    str, str, int, int, int
+]  # fingerprint, name, samples of an epoch, tokens of a sample, samples read
 
 
 class Counts:
-    """The samples of training: of a start, after those that a checkpoint knows of earlier ones, see `begin`."""
+    """The samples of training: of a start, after those that a checkpoint knows of earlier ones, see
+    `begin`."""
 
     order: Blend | Concatenation | None = None  # None: random tokens, or no training
-    sets: Sequence[tuple[str, str, int]] = ()  # of each data set: fingerprint, name, samples of an epoch
+    sets: Sequence[
+        tuple[str, str, int]
+    ] = ()  # of each data set: fingerprint, name, samples of an epoch
 
     def __init__(self, config: Config, began: JsonObject | None = None) -> None:
         """config: resolved. began: see `Choice.began`; None for a new run."""
@@ -35,7 +42,8 @@ class Counts:
             self.begin(began["counts"], began["iteration"])
 
     def iterations_of(self, tokens: int) -> int:
-        """Return the fewest iterations that read so many tokens; by the options where earlier starts did not count."""
+        """Return the fewest iterations that read so many tokens; by the options where earlier
+        starts did not count."""
         return (self._planned if self.schedule.since else self.schedule).iterations_of(tokens)
 
     def begin(self, saved: JsonObject, iteration: int) -> None:
@@ -47,7 +55,8 @@ class Counts:
     def read(self, iterations: int) -> list[Read]:
         """Return what the first `iterations` read of each data set.
 
-        An earlier version did not count data sets. Its iterations count where they were as the current options say.
+        An earlier version did not count data sets. Its iterations count where they were as the
+        current options say.
         """
         found: Counter[tuple[Any, ...]] = Counter({tuple(row[:-1]): row[-1] for row in self._read})
         first = self._first if found or self.schedule != self._planned else 0
@@ -68,13 +77,20 @@ class Counts:
     def check_epochs(self, prefixes: Sequence[str]) -> None:
         """Check --max_epochs. prefixes: of the data sets.
 
-        Raises: UsageError, which names the data set that is read most often, and how many iterations are allowed.
+        Raises: UsageError, which names the data set that is read most often, and how many
+        iterations are allowed.
         """
         limit, iterations = self._config.data.max_epochs, self._config.training.train_iters
         epochs = self.epochs(iterations)
-        if limit is None or max(epochs) <= limit or (self._config.training.epochs or math.inf) <= limit:
+        if (
+            limit is None
+            or max(epochs) <= limit
+            or (self._config.training.epochs or math.inf) <= limit
+        ):
             return
-        refused = bisect.bisect_right(range(iterations), float(limit), key=lambda count: max(self.epochs(count)))
+        refused = bisect.bisect_right(
+            range(iterations), float(limit), key=lambda count: max(self.epochs(count))
+        )
         raise UsageError(
             f"--max_epochs={limit}, --train_iters={iterations}: {prefixes[epochs.index(max(epochs))]} would be read "
             f"{max(epochs):.4g} times; write --train_iters={refused - 1} or less, a larger --max_epochs, or add data"

@@ -1,7 +1,8 @@
-"""Integers in a file, read with `pread`: a file cut short during a run gives a clear error, where mmap gives SIGBUS.
+"""Integers in a file, read with `pread`: a file cut short during a run gives a clear error, where
+mmap gives SIGBUS.
 
-A read takes 1 to 2 microseconds longer than from a memory map. To see whether a file is still the same takes as long
-again, once per micro-batch.
+A read takes 1 to 2 microseconds longer than from a memory map. To see whether a file is still the
+same takes as long again, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BLOCK_BYTES = 4096
 
 
 class DataFile:
-    """A file that must not change while a run reads it; opened at the first read, so that workers can get it."""
+    """A file that must not change while a run reads it; opened at the first read, so that workers
+    can get it."""
 
     def __init__(self, path: str) -> None:
         """Remember what the file looks like now.
@@ -53,7 +55,8 @@ class DataFile:
     def read(self, offset: int, count: int) -> bytes:
         """Read `count` bytes from `offset`.
 
-        Raises: DataError if the file cannot be read, after `RETRIES` more tries, or is shorter than it was.
+        Raises: DataError if the file cannot be read, after `RETRIES` more tries, or is shorter than
+        it was.
         """
         return self._patiently(lambda: self._read(offset, count))
 
@@ -63,23 +66,29 @@ class DataFile:
         descriptor = self._file.fileno()
         data = os.pread(descriptor, count, offset)
         # One `pread` reads at most 2 GiB.
-        while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
+        while len(data) < count and (
+            more := os.pread(descriptor, count - len(data), offset + len(data))
+        ):
             data += more
         if len(data) < count:
             raise self._resized(os.fstat(descriptor).st_size)
         return data
 
     def _patiently(self, action: Callable[[], T], number: int = 1) -> T:
-        """Return the result of an action on the file; after a failure try again, with the file opened anew.
+        """Return the result of an action on the file; after a failure try again, with the file
+        opened anew.
 
-        A server that fails over or a handle that goes stale then costs a pause and not the run. number: of this try.
+        A server that fails over or a handle that goes stale then costs a pause and not the run.
+        number: of this try.
 
         Raises: DataError if the file is gone, or after the last try.
         """
         try:
             return action()
         except FileNotFoundError as error:
-            raise DataError(f"{self.path}: is gone: it was deleted or moved while the run reads it") from error
+            raise DataError(
+                f"{self.path}: is gone: it was deleted or moved while the run reads it"
+            ) from error
         except OSError as error:
             problem = unreadable(self.path, error)
             if number > RETRIES:
@@ -90,12 +99,15 @@ class DataFile:
         return self._patiently(action, number + 1)
 
     def check(self) -> str | None:
-        """Check that the file under the path is still the one that was opened; call this after reading from it.
+        """Check that the file under the path is still the one that was opened; call this after
+        reading from it.
 
-        A file with another date or another place on the disk may hold the same data: `touch` keeps files alive where
-        old ones are deleted, and a copy may be restored. The size and eight blocks decide.
+        A file with another date or another place on the disk may hold the same data: `touch` keeps
+        files alive where old ones are deleted, and a copy may be restored. The size and eight
+        blocks decide.
 
-        Returns: a warning if only date or place differ, once for each change, or if a read has failed and succeeded.
+        Returns: a warning if only date or place differ, once for each change, or if a read has
+        failed and succeeded.
 
         Raises: DataError if the file is gone, cannot be read or holds other data.
         """
@@ -130,10 +142,13 @@ class DataFile:
             self._file = None
 
     def _look(self) -> tuple[int, ...]:
-        """Return device, inode, size and time, which differ once the file is written or replaced."""
+        """Return device, inode, size and time, which differ once the file is written or
+        replaced."""
         found = os.stat(self.path)
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{self.path}: is a {'folder' if stat.S_ISDIR(found.st_mode) else 'device'}, not a file")
+            raise DataError(
+                f"{self.path}: is a {'folder' if stat.S_ISDIR(found.st_mode) else 'device'}, not a file"
+            )
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _resized(self, now: int) -> DataError:
@@ -169,16 +184,22 @@ class DiskArray:
 
         Raises: DataError if the file cannot be read or is shorter than it was.
         """
-        assert 0 <= start and 0 <= count and start + count <= self.length, (start, count, self.length)
+        assert 0 <= start and 0 <= count and start + count <= self.length, (
+            start,
+            count,
+            self.length,
+        )
         itemsize = self.dtype.itemsize
         data = self.file.read(self.offset + start * itemsize, count * itemsize)
         return np.frombuffer(data, dtype=self.dtype)
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process, and the workers that it starts, have `count` open files, as far as the system permits.
+    """Let this process, and the workers that it starts, have `count` open files, as far as the
+    system permits.
 
-    A blend keeps the files of its data sets open; many systems begin with a limit of 1,024, which a program may raise.
+    A blend keeps the files of its data sets open; many systems begin with a limit of 1,024, which a
+    program may raise.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -188,7 +209,8 @@ def allow_open_files(count: int) -> None:
 
 
 def sample_of(*paths: str) -> str:
-    """Return a digest of the size of each file and `BLOCKS` blocks, evenly spread from the first to the last byte.
+    """Return a digest of the size of each file and `BLOCKS` blocks, evenly spread from the first to
+    the last byte.
 
     Raises: OSError.
     """
@@ -204,8 +226,11 @@ def sample_of(*paths: str) -> str:
 
 
 def unreadable(path: str | Path, error: Exception) -> DataError:
-    """Return the error that names a file that cannot be read; it is not UTF-8, or its name is none, for example."""
-    hint = "; raise the limit with ulimit -n" if getattr(error, "errno", None) == errno.EMFILE else ""
+    """Return the error that names a file that cannot be read; it is not UTF-8, or its name is none,
+    for example."""
+    hint = (
+        "; raise the limit with ulimit -n" if getattr(error, "errno", None) == errno.EMFILE else ""
+    )
     return DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{hint}")
 
 

@@ -1,8 +1,9 @@
-"""Fill-in-the-middle: some documents become prefix, suffix and middle, each after a sentinel, as in Fast-LLM.
+"""Fill-in-the-middle: some documents become prefix, suffix and middle, each after a sentinel, as in
+Fast-LLM.
 
-A document is cut between characters, as an editor's cursor cuts a line, and the text around a cut is tokenized again.
-No character is lost or added: where a tokenizer cannot cut so, the cut moves to the border of a token. Sentinels make
-samples longer; their last tokens no longer fit.
+A document is cut between characters, as an editor's cursor cuts a line, and the text around a cut
+is tokenized again. No character is lost or added: where a tokenizer cannot cut so, the cut moves to
+the border of a token. Sentinels make samples longer; their last tokens no longer fit.
 
 Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle".
 """
@@ -69,8 +70,8 @@ class FillInTheMiddle:
     def __init__(self, options: DataConfig, vocab_size: int, key: int) -> None:
         """options: the `fim_*` options and the tokenizer. key: of the draws.
 
-        Raises: DataError if the tokenizer cannot be read or has no sentinels; UsageError if its tokens exceed the
-            vocabulary, or lack that of --fim_split_sample.
+        Raises: DataError if the tokenizer cannot be read or has no sentinels; UsageError if its
+            tokens exceed the vocabulary, or lack that of --fim_split_sample.
         """
         path, border = options.tokenizer_file, options.fim_split_sample
         assert path is not None, "checked by validation"
@@ -86,7 +87,9 @@ class FillInTheMiddle:
         self.sentinels = _Sentinels(*(self._sentinel(name) for name in _Sentinels._fields))
         self.border = None if border is None else self.tokenizer.token_id(border)
         if border is not None and self.border is None:
-            raise UsageError(f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)")
+            raise UsageError(
+                f"--fim_split_sample={border}: not a token of {path} (--tokenizer_file)"
+            )
 
     def _sentinel(self, name: str) -> int:
         spellings = [spelling.format(f"fim_{name}") for spelling in SPELLINGS]
@@ -102,21 +105,30 @@ class FillInTheMiddle:
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_]]:
         """Transform one sample.
 
-        tokens: (s + 1,). pieces: lengths of its pieces of documents. index: of the sample in its phase.
+        tokens: (s + 1,). pieces: lengths of its pieces of documents. index: of the sample in its
+        phase.
 
-        Returns: (s + 1,) tokens, the lengths of their pieces, and which tokens are padding, (s + 1,).
+        Returns: (s + 1,) tokens, the lengths of their pieces, and which tokens are padding, (s +
+        1,).
         """
         draws = Draws(self.key, index)
-        parts = [self.document(piece.tolist(), draws) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
+        parts = [
+            self.document(piece.tolist(), draws)
+            for piece in np.split(tokens, np.cumsum(pieces)[:-1])
+        ]
         pad, size = self.sentinels.pad, len(tokens)
         filled = np.array([token for part in parts for token in part][:size], dtype=np.int64)
         result = np.pad(filled, (0, size - len(filled)), constant_values=pad)
-        ends = np.unique([*np.minimum(np.cumsum([len(part) for part in parts]), size).tolist(), size])
+        ends = np.unique(
+            [*np.minimum(np.cumsum([len(part) for part in parts]), size).tolist(), size]
+        )
         return result, np.diff(ends, prepend=0).astype(np.int32), result == pad
 
     def document(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document or a piece of one; an end-of-document token inside separates two."""
-        return _each_part(ids, self.tokenizer.end_of_document, lambda part: self._ordered(part, draws))
+        return _each_part(
+            ids, self.tokenizer.end_of_document, lambda part: self._ordered(part, draws)
+        )
 
     def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
         """Transform a document without its end; the token that begins documents stays in front."""
@@ -127,7 +139,9 @@ class FillInTheMiddle:
             return self._permuted(ids, self.options.fim_rate, draws)
         if not draws.happens(self.options.fim_rate):
             return ids
-        return _each_part(ids, border, lambda part: self._permuted(part, self.options.fim_fragment_rate, draws))
+        return _each_part(
+            ids, border, lambda part: self._permuted(part, self.options.fim_fragment_rate, draws)
+        )
 
     def _permuted(self, ids: list[int], rate: float, draws: Draws) -> list[int]:
         """Transform the tokens with a probability of `rate`."""
@@ -135,20 +149,29 @@ class FillInTheMiddle:
             return ids
         options, sentinels = self.options, self.sentinels
         runs = self._runs(ids)
-        if options.fim_ignore_prefix and "".join(run.text for run in runs).startswith(options.fim_ignore_prefix):
+        if options.fim_ignore_prefix and "".join(run.text for run in runs).startswith(
+            options.fim_ignore_prefix
+        ):
             return ids
-        prefix, middle, suffix = self._cut(runs, self._boundaries(sum(run.length for run in runs), draws))
+        prefix, middle, suffix = self._cut(
+            runs, self._boundaries(sum(run.length for run in runs), draws)
+        )
         if options.fim_truncate_or_pad:
             too_long = len(prefix) + len(middle) + len(suffix) + 3 - len(ids)
             if too_long > 0 and len(suffix) <= too_long:
                 return ids
-            suffix = suffix[: len(suffix) - too_long] if too_long > 0 else [*suffix, *[sentinels.pad] * -too_long]
+            suffix = (
+                suffix[: len(suffix) - too_long]
+                if too_long > 0
+                else [*suffix, *[sentinels.pad] * -too_long]
+            )
         if draws.happens(options.fim_spm_rate):
             return [sentinels.prefix, sentinels.suffix, *suffix, sentinels.middle, *prefix, *middle]
         return [sentinels.prefix, *prefix, sentinels.suffix, *suffix, sentinels.middle, *middle]
 
     def _boundaries(self, length: int, draws: Draws) -> list[int]:
-        """Draw where the middle of a text of `length` characters begins and ends; each part may be empty."""
+        """Draw where the middle of a text of `length` characters begins and ends; each part may be
+        empty."""
         if self.options.fim_max_middle_len is None:
             return sorted((draws.below(length + 1), draws.below(length + 1)))
         middle = draws.below(min(self.options.fim_max_middle_len, length) + 1)
@@ -158,7 +181,9 @@ class FillInTheMiddle:
     def _runs(self, ids: list[int]) -> list[_Run]:
         """Separate special tokens from what is text."""
         tokenizer = self.tokenizer
-        special = np.isin(ids, list(tokenizer.special_ids)) | (np.array(ids) >= tokenizer.vocab_size)
+        special = np.isin(ids, list(tokenizer.special_ids)) | (
+            np.array(ids) >= tokenizer.vocab_size
+        )
         borders = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
         runs: list[_Run] = []
         for first, last in itertools.pairwise([0, *borders, len(ids)]):
@@ -173,26 +198,32 @@ class FillInTheMiddle:
         for run in runs:
             end = start + run.length
             part = sum(boundary <= start for boundary in boundaries)
-            for tokens in self._cut_run(run, [place - start for place in boundaries if start < place < end]):
+            for tokens in self._cut_run(
+                run, [place - start for place in boundaries if start < place < end]
+            ):
                 parts[part] += tokens
                 part += 1
             start = end
         return parts
 
     def _cut_run(self, run: _Run, places: list[int]) -> list[list[int]]:
-        """Cut the text of a run at rising places, or between tokens if tokenizing the parts would change the text."""
+        """Cut the text of a run at rising places, or between tokens if tokenizing the parts would
+        change the text."""
         if not places:
             return [run.ids]
         tokenizer = self.tokenizer
         texts = [run.text[first:last] for first, last in itertools.pairwise([0, *places, None])]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
-            before = run.ids[-1:]  # some token: what begins a text may be decoded without a space before it
+            before = run.ids[
+                -1:
+            ]  # some token: what begins a text may be decoded without a space before it
             if tokenizer.decode(sum(parts, before)) == tokenizer.decode(before + run.ids):
                 return parts
         counts = range(1, len(run.ids) + 1)
         borders = [
-            bisect.bisect_right(counts, place, key=lambda n: len(tokenizer.decode(run.ids[:n]))) for place in places
+            bisect.bisect_right(counts, place, key=lambda n: len(tokenizer.decode(run.ids[:n])))
+            for place in places
         ]
         return [run.ids[first:last] for first, last in itertools.pairwise([0, *borders, None])]
 

@@ -1,8 +1,9 @@
 """The identity of a run's data: a checkpoint holds it, and a resumed run compares it.
 
-A fingerprint samples a data set: the sizes of its two files, and eight blocks of each from the first to the last byte.
-So it takes a millisecond at any size, finds another corpus under the same path, and accepts the same corpus under
-another path. It does not find an edit of a few tokens that changes no size.
+A fingerprint samples a data set: the sizes of its two files, and eight blocks of each from the
+first to the last byte. So it takes a millisecond at any size, finds another corpus under the same
+path, and accepts the same corpus under another path. It does not find an edit of a few tokens that
+changes no size.
 """
 
 from __future__ import annotations
@@ -31,18 +32,26 @@ def fingerprint(dataset: IndexedDataset) -> str:
 
 
 def identity(
-    datasets: list[IndexedDataset], tokenizer_file: str | None, masks: Sequence[IndexedDataset | None] = ()
+    datasets: list[IndexedDataset],
+    tokenizer_file: str | None,
+    masks: Sequence[IndexedDataset | None] = (),
 ) -> JsonObject:
     """Return what a checkpoint holds about its data, as JSON.
 
-    `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path. `tokenizer`: a
-    digest of the tokenizer's file, or None. `masks`: the fingerprint of each data set's loss mask, or None; left out
-    if there is no mask. `open_data` adds `evaluated`: a digest for each phase with data of its own.
+    `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path.
+    `tokenizer`: a digest of the tokenizer's file, or None. `masks`: the fingerprint of each data
+    set's loss mask, or None; left out if there is no mask. `open_data` adds `evaluated`: a digest
+    for each phase with data of its own.
 
     Raises: DataError if a file cannot be read.
     """
     known = {
-        dataset: [dataset.num_documents, dataset.num_tokens, dataset.tokens.dtype.name, fingerprint(dataset)]
+        dataset: [
+            dataset.num_documents,
+            dataset.num_tokens,
+            dataset.tokens.dtype.name,
+            fingerprint(dataset),
+        ]
         for dataset in set(datasets)
     }
     tokenizer = None

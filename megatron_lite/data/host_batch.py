@@ -16,12 +16,14 @@ class HostBatch(NamedTuple):
 
     tokens: Tensor  # (b, s + 1) int64
     real_samples: int  # of this micro-step over all ranks, without padding
-    # (p + 1,) int32: first position of each of the p pieces of documents in the flattened (b s,) inputs, then b s.
-    # Every sample begins a piece. None with --cross_document_attention=1.
+    # (p + 1,) int32: first position of each of the p pieces of documents in the flattened (b s,)
+    # inputs, then b s. Every sample begins a piece. None with --cross_document_attention=1.
     starts: Tensor | None = None
     padding: int = 0  # padded rows at the end
     positions: Tensor | None = None  # (b, s) int64, with --reset_position_ids=1
-    masked: Tensor | None = None  # (b, s) bool: labels that count in no loss, padding included; None: only padding
+    masked: Tensor | None = (
+        None  # (b, s) bool: labels that count in no loss, padding included; None: only padding
+    )
 
     @property
     def counted(self) -> int:
@@ -33,14 +35,20 @@ class HostBatch(NamedTuple):
 
 
 def micro_batch(
-    batch: HostBatch, device: torch.device, scale: Tensor | None, dropout_seed: int | None, loss_weight: float = 1.0
+    batch: HostBatch,
+    device: torch.device,
+    scale: Tensor | None,
+    dropout_seed: int | None,
+    loss_weight: float = 1.0,
 ) -> MicroBatch:
-    """Copy a micro-batch to the device: (b, s + 1) tokens -> inputs and labels, (b, s), and their documents.
+    """Copy a micro-batch to the device: (b, s + 1) tokens -> inputs and labels, (b, s), and their
+    documents.
 
     Labels of padding are masked. `loss_weight` is multiplied into the gradient scale.
     """
     tokens, documents = batch.tokens.to(device, non_blocking=True), None
-    # A real copy: `contiguous` returns a single row as it is, and masking its labels would change the tokens.
+    # A real copy: `contiguous` returns a single row as it is, and masking its labels would change
+    # the tokens.
     labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
     if batch.padding:
         labels[-batch.padding :] = MASKED
@@ -49,8 +57,16 @@ def micro_batch(
     if scale is not None and loss_weight != 1.0:
         scale = scale * loss_weight
     if batch.starts is not None:
-        documents = Documents(batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist()))
+        documents = Documents(
+            batch.starts.to(device, non_blocking=True), tuple(batch.starts.diff().tolist())
+        )
     positions = None if batch.positions is None else batch.positions.to(device, non_blocking=True)
     return MicroBatch(
-        tokens[:, :-1].contiguous(), labels, scale, dropout_seed, documents, loss_weight, positions=positions
+        tokens[:, :-1].contiguous(),
+        labels,
+        scale,
+        dropout_seed,
+        documents,
+        loss_weight,
+        positions=positions,
     )

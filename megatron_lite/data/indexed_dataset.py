@@ -1,14 +1,18 @@
-"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents, `<prefix>.idx` their places.
+"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents,
+`<prefix>.idx` their places.
 
-The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences (u64), length of the
-document index (u64); then sizes in tokens (i32 each), byte pointers into `.bin` (i64 each), and the document index (i64
-each: first sequence of each document, and the number of sequences at the end). In splits and error messages a
-"document" is a sequence, as in Megatron's GPT data set; writers, ours included, put one sequence into each document.
+The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences
+(u64), length of the document index (u64); then sizes in tokens (i32 each), byte pointers into
+`.bin` (i64 each), and the document index (i64 each: first sequence of each document, and the number
+of sequences at the end). In splits and error messages a "document" is a sequence, as in Megatron's
+GPT data set; writers, ours included, put one sequence into each document.
 
-Fast-LLM's versions 2 and 3 have one or two more bytes after the version, which say whether spans of tokens (for loss
-masks, and for preferences) follow the pointers. Without spans they are read as well.
+Fast-LLM's versions 2 and 3 have one or two more bytes after the version, which say whether spans of
+tokens (for loss masks, and for preferences) follow the pointers. Without spans they are read as
+well.
 
-Documents lie back to back in `.bin`, so any range of them is one stream of tokens that a single read can cut anywhere.
+Documents lie back to back in `.bin`, so any range of them is one stream of tokens that a single
+read can cut anywhere.
 """
 
 from __future__ import annotations
@@ -33,12 +37,19 @@ from megatron_lite.run import durable_files
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
-SPANS = ("loss-masking spans", "preference spans")  # of versions 2 and 3: one byte each, after the version
+HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, dtype code, sequences, entries of the document index
+SPANS = (
+    "loss-masking spans",
+    "preference spans",
+)  # of versions 2 and 3: one byte each, after the version
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
 STARTS_PER_READ = 512  # one page of 4 KiB
-CHECKED = 1 << 17  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
+CHECKED = (
+    1 << 17
+)  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
 CHECKED_PIECES = 128
 
 Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
@@ -47,14 +58,16 @@ Run = tuple[int, int]  # first token in the file, and number of tokens, all of o
 class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
-    Opening reads at most 3 MB of an index of any size; other entries are checked when they are used.
+    Opening reads at most 3 MB of an index of any size; other entries are checked when they are
+    used.
 
-    Attributes: the DiskArrays `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index` (m,) int64, and
-    `tokens`; `num_documents` = n; `num_tokens`.
+    Attributes: the DiskArrays `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index`
+    (m,) int64, and `tokens`; `num_documents` = n; `num_tokens`.
     """
 
     def __init__(self, prefix: str, is_mask: bool = False) -> None:
-        """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and the sizes of both files.
+        """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and the sizes of
+        both files.
 
         is_mask: whether it is a loss mask, for the message about a missing one.
 
@@ -91,7 +104,8 @@ class IndexedDataset:
         return self.tokens.read(first, self.first_token(number + 1) - first)
 
     def first_token(self, document: int) -> int:
-        """Return the position in `.bin` of a document's first token; for `num_documents`, the end of the file.
+        """Return the position in `.bin` of a document's first token; for `num_documents`, the end
+        of the file.
 
         Raises: DataError if the index is damaged there.
         """
@@ -109,9 +123,11 @@ class IndexedDataset:
         return document, token - self.first_token(document)
 
     def runs(self, start: int, length: int) -> list[Run]:
-        """Cut tokens [start, start + length) of `.bin` into the parts of its documents, in order; none is empty.
+        """Cut tokens [start, start + length) of `.bin` into the parts of its documents, in order;
+        none is empty.
 
-        Found by a few dozen cached reads of the index: loading it would cost each worker 8 bytes per document.
+        Found by a few dozen cached reads of the index: loading it would cost each worker 8 bytes
+        per document.
 
         Raises: DataError if the index cannot be read any more.
         """
@@ -119,11 +135,15 @@ class IndexedDataset:
         itemsize = self.tokens.dtype.itemsize
         end = start + length
         borders: list[Any] = [[start]]
-        document = bisect.bisect_right(starts, start * itemsize)  # the first that begins after `start`
+        document = bisect.bisect_right(
+            starts, start * itemsize
+        )  # the first that begins after `start`
         while document < len(starts):
             begins = starts.read(document, min(STARTS_PER_READ, len(starts) - document)) // itemsize
             if begins[0] < borders[-1][-1] or (np.diff(begins) < 0).any():
-                raise DataError(f"{self.index_path}: documents from {document} on are not in rising order")
+                raise DataError(
+                    f"{self.index_path}: documents from {document} on are not in rising order"
+                )
             borders.append(begins[begins < end])
             if begins[-1] >= end:
                 break
@@ -154,7 +174,8 @@ class IndexedDataset:
     def parts(self, num_tokens: int) -> Iterator[tuple[int, NDArray[np.int32], NDArray[Any]]]:
         """Read all documents in parts of about `num_tokens` tokens; a document stays whole.
 
-        Yields: the number of a part's first document, the size of each document, and their tokens back to back.
+        Yields: the number of a part's first document, the size of each document, and their tokens
+        back to back.
         """
         sizes = self.sizes.read(0, self.num_documents)
         ends = np.cumsum(sizes, dtype=np.int64)
@@ -165,7 +186,8 @@ class IndexedDataset:
             yield first, sizes[first:end], self.tokens.read(start, self.first_token(end) - start)
 
     def _check_sequences(self, itemsize: int) -> int:
-        """Check sizes and pointers against each other; return the number of bytes that `.bin` must have."""
+        """Check sizes and pointers against each other; return the number of bytes that `.bin` must
+        have."""
         end, number = 0, 0  # end of the last checked piece, and the sequence after it
         for start, stop in _pieces(len(self.sizes)):
             begins = self.pointers[start]
@@ -175,20 +197,27 @@ class IndexedDataset:
         return end
 
     def _check_piece(self, start: int, stop: int, itemsize: int) -> int:
-        """Check that sequences [start, stop) lie one after the other; return the byte in `.bin` where they end."""
+        """Check that sequences [start, stop) lie one after the other; return the byte in `.bin`
+        where they end."""
         sizes = self.sizes.read(start, stop - start).astype(np.int64)
         pointers = self.pointers.read(start, stop - start)
         if sizes.min() < 0:
             document = start + int(np.argmax(sizes < 0))
-            raise DataError(f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens")
+            raise DataError(
+                f"{self.index_path}: document {document} has a size of {self.sizes[document]} tokens"
+            )
         begins = int(pointers[0])
         if begins < 0 or begins % itemsize:
-            raise DataError(f"{self.index_path}: document {start} begins at byte {begins}, where no token begins")
+            raise DataError(
+                f"{self.index_path}: document {start} begins at byte {begins}, where no token begins"
+            )
         ends = begins + np.cumsum(sizes * itemsize)
         wrong = np.flatnonzero(pointers[1:] != ends[:-1])
         if wrong.size:
             document = int(wrong[0])
-            raise self._misplaced(start + document + 1, int(pointers[document + 1]), int(ends[document]))
+            raise self._misplaced(
+                start + document + 1, int(pointers[document + 1]), int(ends[document])
+            )
         return int(ends[-1])
 
     def _misplaced(self, document: int, found: int, expected: int) -> DataError:
@@ -215,7 +244,8 @@ class IndexedDataset:
 
 
 def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the pieces [start, stop) of `count` entries to check when a data set is opened, first and last included."""
+    """Yield the pieces [start, stop) of `count` entries to check when a data set is opened, first
+    and last included."""
     if count <= CHECKED:
         if count:
             yield 0, count
@@ -227,31 +257,48 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_header(file: DataFile) -> tuple[np.dtype[Any], int, int, int]:
-    """Return dtype of the tokens, sequences, entries of the document index and bytes of the header, all checked."""
+    """Return dtype of the tokens, sequences, entries of the document index and bytes of the header,
+    all checked."""
     path, size = file.path, file.size
     header = file.read(0, min(size, HEADER.size + len(SPANS)))
     if not MAGIC.startswith(header[: len(MAGIC)]):
-        raise DataError(f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
+        raise DataError(
+            f"{path}: not a token index: begins with {header[: len(MAGIC)]!r} instead of {MAGIC!r}"
+        )
     version = int.from_bytes(header[len(MAGIC) : len(MAGIC) + 8], "little")
     if len(header) >= len(MAGIC) + 8 and not VERSION <= version <= VERSION + len(SPANS):
-        raise DataError(f"{path}: format version {version}, but only versions 1 to {1 + len(SPANS)} can be read")
+        raise DataError(
+            f"{path}: format version {version}, but only versions 1 to {1 + len(SPANS)} can be read"
+        )
     flags = header[len(MAGIC) + 8 :][: max(version - VERSION, 0)]
     bytes_needed = HEADER.size + len(flags)
     if len(header) < bytes_needed:
-        raise DataError(f"{path}: {size:,} bytes, but its header alone takes {bytes_needed}; copy it again")
+        raise DataError(
+            f"{path}: {size:,} bytes, but its header alone takes {bytes_needed}; copy it again"
+        )
     for name, flag in zip(SPANS, flags, strict=False):
         if flag:
             raise DataError(f"{path}: has {name} (format version {version}), which cannot be read")
-    code, num_sequences, num_entries = struct.unpack_from("<BQQ", header, len(MAGIC) + 8 + len(flags))
+    code, num_sequences, num_entries = struct.unpack_from(
+        "<BQQ", header, len(MAGIC) + 8 + len(flags)
+    )
     if code in FLOAT_CODES:
-        raise DataError(f"{path}: holds floating point numbers (dtype code {code}), which are not tokens")
+        raise DataError(
+            f"{path}: holds floating point numbers (dtype code {code}), which are not tokens"
+        )
     if code not in TOKEN_DTYPES:
-        raise DataError(f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})")
+        raise DataError(
+            f"{path}: unknown dtype code {code} (known: {', '.join(map(str, TOKEN_DTYPES))})"
+        )
     described = bytes_needed + 12 * num_sequences + 8 * num_entries  # Python integers: no overflow
     if num_sequences and described + num_sequences == size:
-        raise DataError(f"{path}: has a mode for each sequence, as data sets of text and images do; only text is read")
+        raise DataError(
+            f"{path}: has a mode for each sequence, as data sets of text and images do; only text is read"
+        )
     if described != size:
-        raise DataError(f"{path}: {size:,} bytes, but its header describes {described:,}; copy it again")
+        raise DataError(
+            f"{path}: {size:,} bytes, but its header describes {described:,}; copy it again"
+        )
     return np.dtype(TOKEN_DTYPES[code]), num_sequences, num_entries, bytes_needed
 
 
@@ -267,9 +314,7 @@ def _open(path: str, prefix: str, is_mask: bool) -> DataFile:
         elif Path(prefix).is_file():
             said += f"; {prefix} is a file: prepare_data writes the pair of a text, and evaluate --text reads a text"
         elif is_mask:
-            said += (
-                "; this loss mask is missing: prepare_data --chat_template writes one, --loss_mask=none does without"
-            )
+            said += "; this loss mask is missing: prepare_data --chat_template writes one, --loss_mask=none does without"
         elif path.endswith(".idx"):
             said = f"{prefix}: no such file, folder or pair (scripts/prepare_data.py writes pairs)"
             if re.fullmatch(r"\w[\w.-]*(/[\w.-]+){1,2}", prefix):  # owner/name/configuration
@@ -295,11 +340,13 @@ def smallest_dtype(vocab_size: int) -> str:
 class IndexedDatasetWriter:
     """A context manager that publishes a pair at a clean exit and discards it after an exception.
 
-    Tokens stream into `<prefix>.bin.tmp`; `commit` syncs both files, then renames `.bin` first and `.idx` last. A
-    killed process leaves only `.tmp` files, which no reader opens and the next writer replaces. An older pair of the
-    same name stays until just before the renames, which begin with the removal of its `.idx`.
+    Tokens stream into `<prefix>.bin.tmp`; `commit` syncs both files, then renames `.bin` first and
+    `.idx` last. A killed process leaves only `.tmp` files, which no reader opens and the next
+    writer replaces. An older pair of the same name stays until just before the renames, which begin
+    with the removal of its `.idx`.
 
-    Raises: StorageError from every method if the disk is full or not writable, or another writer is at work.
+    Raises: StorageError from every method if the disk is full or not writable, or another writer is
+    at work.
     """
 
     def __init__(self, prefix: str, dtype: str) -> None:
@@ -339,13 +386,20 @@ class IndexedDatasetWriter:
         """
         limits = np.iinfo(self.dtype)
         if tokens.size and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
-            raise DataError(f"{self.prefix}: a token id of document {len(self._sizes)} does not fit {self.dtype.name}")
+            raise DataError(
+                f"{self.prefix}: a token id of document {len(self._sizes)} does not fit {self.dtype.name}"
+            )
         if tokens.size > np.iinfo(np.int32).max:
-            raise DataError(f"{self.prefix}: document {len(self._sizes)} has {tokens.size:,} tokens, over 2**31 - 1")
-        self.add_documents(tokens.astype(self.dtype, copy=False), np.array([tokens.size], dtype=np.int32))
+            raise DataError(
+                f"{self.prefix}: document {len(self._sizes)} has {tokens.size:,} tokens, over 2**31 - 1"
+            )
+        self.add_documents(
+            tokens.astype(self.dtype, copy=False), np.array([tokens.size], dtype=np.int32)
+        )
 
     def add_documents(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
-        """Append documents that lie back to back in `tokens`, already of the pair's dtype, with these sizes."""
+        """Append documents that lie back to back in `tokens`, already of the pair's dtype, with
+        these sizes."""
         assert tokens.dtype == self.dtype and sizes.dtype == np.int32, (tokens.dtype, sizes.dtype)
         data = tokens.tobytes()
         with writing(self._bin_tmp):
@@ -362,7 +416,11 @@ class IndexedDatasetWriter:
             ends = np.cumsum(sizes, dtype="<i8")
             with writing(self.prefix), open(self._index_tmp, "wb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
-                for table in (sizes, (ends - sizes) * self.dtype.itemsize, np.arange(count + 1, dtype="<i8")):
+                for table in (
+                    sizes,
+                    (ends - sizes) * self.dtype.itemsize,
+                    np.arange(count + 1, dtype="<i8"),
+                ):
                     index.write(table.tobytes())
                 for file in (self._bin, index):
                     file.flush()
@@ -371,7 +429,8 @@ class IndexedDatasetWriter:
         return self._index_tmp
 
     def commit(self) -> None:
-        """Write the index and publish both files, at the latest at the end of a `with` block without errors."""
+        """Write the index and publish both files, at the latest at the end of a `with` block
+        without errors."""
         self.write_index()
         with writing(self.prefix):
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")

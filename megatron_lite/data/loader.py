@@ -2,8 +2,8 @@
 
 Sample index of iteration t, micro-batch m, rank r and row j:
     samples of all iterations before t + (m * world_size + r) * micro_batch_size + j
-so the set of samples in a global batch depends on t only. Padding fills a batch that does not divide: rows of token 0
-with masked labels.
+so the set of samples in a global batch depends on t only. Padding fills a batch that does not
+divide: rows of token 0 with masked labels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from megatron_lite.errors import DataError, RunError
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
-# What ranks agree on before an iteration: the highest wins, and a stop saves anyway. A stop adds its reason.
+# What ranks agree on before an iteration: the highest wins, and a stop saves anyway. A stop adds
+# its reason.
 _GO_ON = 0
 _SAVE = 1
 _STOP = 2
@@ -60,9 +61,11 @@ def next_batch(
     warn_ms: float | None = None,
     save: bool = False,
 ) -> NextBatch:
-    """Return the micro-batches of the next iteration, and whether any rank asks for a checkpoint after them (`save`).
+    """Return the micro-batches of the next iteration, and whether any rank asks for a checkpoint
+    after them (`save`).
 
-    Ranks agree here, over the CPU group with its long time-out: data may take long, a step's collectives may not.
+    Ranks agree here, over the CPU group with its long time-out: data may take long, a step's
+    collectives may not.
 
     Args:
         warn_ms: waiting time above which to warn; None: never.
@@ -83,7 +86,15 @@ def next_batch(
     if warn_ms is not None and waited_s * 1e3 > warn_ms:
         logger.warning("waited %.1f s for data; more --num_workers may help", waited_s)
     received = stop.received
-    own = _FAILED if failure is not None else _STOP + received if received else _SAVE if save else _GO_ON
+    own = (
+        _FAILED
+        if failure is not None
+        else _STOP + received
+        if received
+        else _SAVE
+        if save
+        else _GO_ON
+    )
     agreed = distributed.agree_max(own)
     if agreed == _FAILED:
         raise_first(distributed, failure)
@@ -102,10 +113,12 @@ class Waiting:
         self._reported = data.dataset_source == "random"
 
     def add(self, waited_s: float) -> str | None:
-        """Count a wait for data that has just ended; return a warning once the last 50 iterations show a bottleneck.
+        """Count a wait for data that has just ended; return a warning once the last 50 iterations
+        show a bottleneck.
 
-        Leave out the first two waits of a start: they are for files that are not in memory yet and for workers that
-        start. A validation or a save in between makes an iteration longer, and so a warning less likely.
+        Leave out the first two waits of a start: they are for files that are not in memory yet and
+        for workers that start. A validation or a save in between makes an iteration longer, and so
+        a warning less likely.
         """
         self._waits.append(waited_s)
         self._ends.append(self._clock())
@@ -145,7 +158,9 @@ class DataSource:
     identity: dict[str, Any]  # see `fingerprint.identity`
     counts: Counts  # of training
     warnings: Sequence[str] = ()  # to be logged
-    while_waiting: Callable[[], None] = lambda: None  # called now and then while the host waits for a worker; may raise
+    while_waiting: Callable[[], None] = lambda: (
+        None
+    )  # called now and then while the host waits for a worker; may raise
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
@@ -157,48 +172,73 @@ class DataSource:
         """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
         batch, samples = self.config.batch, self.phases[phase].schedule.batch_size(iteration)
         if phase == "training":
-            return Split(samples, batch.micro_batch_size, self.world_size, batch.breadth_first_micro_batches or 1)
-        return Split(samples, batch.eval_micro_batch_size or batch.micro_batch_size, self.world_size)
+            return Split(
+                samples,
+                batch.micro_batch_size,
+                self.world_size,
+                batch.breadth_first_micro_batches or 1,
+            )
+        return Split(
+            samples, batch.eval_micro_batch_size or batch.micro_batch_size, self.world_size
+        )
 
     def batches(
         self, phase: str, first_iteration: int = 0, num_iterations: int | None = None
     ) -> Iterator[list[HostBatch]]:
-        """Yield the micro-batches of this rank, one list per iteration, for the iterations after `first_iteration`.
+        """Yield the micro-batches of this rank, one list per iteration, for the iterations after
+        `first_iteration`.
 
-        All micro-batches of an iteration have the same number of rows. Workers start at the first `next`, whose data is
-        read in place meanwhile, and end when the generator ends or is closed. Without `num_iterations`, the generator
-        yields all iterations of the phase; an evaluation sees the same batches every time.
+        All micro-batches of an iteration have the same number of rows. Workers start at the first
+        `next`, whose data is read in place meanwhile, and end when the generator ends or is closed.
+        Without `num_iterations`, the generator yields all iterations of the phase; an evaluation
+        sees the same batches every time.
 
-        Raises: DataError for unreadable files and token ids outside the vocabulary; WorkerError if a worker dies.
+        Raises: DataError for unreadable files and token ids outside the vocabulary; WorkerError if
+        a worker dies.
         """
-        count = self.phases[phase].iterations - first_iteration if num_iterations is None else num_iterations
+        count = (
+            self.phases[phase].iterations - first_iteration
+            if num_iterations is None
+            else num_iterations
+        )
         iterations = range(first_iteration + 1, first_iteration + count + 1)
         first = self._requests(phase, iterations[:1])
         with self._samples(phase, first, self._requests(phase, iterations[1:])) as samples:
             for iteration in iterations:
                 split = self.split(phase, iteration)
-                yield [self._host_batch(next(samples), split, step) for step in range(split.micro_steps)]
+                yield [
+                    self._host_batch(next(samples), split, step)
+                    for step in range(split.micro_steps)
+                ]
 
     def batch(self, phase: str, iteration: int) -> list[HostBatch]:
         """Read one iteration's micro-batches of this rank in place."""
         return next(self.batches(phase, iteration - 1, 1))
 
     def alone(self, phase: str) -> dict[str, str]:
-        """Return the phases that evaluate one data set of a phase's blend each: name of the data set -> phase."""
-        return {name.partition("/")[2]: name for name in self.phases if name.startswith(f"{phase}/")}
+        """Return the phases that evaluate one data set of a phase's blend each: name of the data
+        set -> phase."""
+        return {
+            name.partition("/")[2]: name for name in self.phases if name.startswith(f"{phase}/")
+        }
 
     def close(self) -> None:
-        """End all workers, including those of generators that were never closed, and the search in the background."""
+        """End all workers, including those of generators that were never closed, and the search in
+        the background."""
         self._ended.set()
         for workers in list(self._open):
             workers.close()
         self._open.clear()
 
-    def search_in_background(self, prefixes: Sequence[str], report: Callable[[RunError], None]) -> None:
+    def search_in_background(
+        self, prefixes: Sequence[str], report: Callable[[RunError], None]
+    ) -> None:
         """Report the first token id outside the vocabulary in these pairs; see `search`."""
 
         def run() -> None:
-            with contextlib.suppress(DataError):  # its reader says why a file cannot be read any more
+            with contextlib.suppress(
+                DataError
+            ):  # its reader says why a file cannot be read any more
                 search(prefixes, self.config.model.vocab_size, report, self._ended)
 
         threading.Thread(target=run, daemon=True, name="token-search").start()
@@ -213,11 +253,14 @@ class DataSource:
                 yield before + first, count
 
     @contextlib.contextmanager
-    def _samples(self, phase: str, first: Iterator[Request], others: Iterator[Request]) -> Iterator[Iterator[Samples]]:
-        """Read the requested samples in order: the others ahead of time by workers, which start meanwhile, or in place.
+    def _samples(
+        self, phase: str, first: Iterator[Request], others: Iterator[Request]
+    ) -> Iterator[Iterator[Samples]]:
+        """Read the requested samples in order: the others ahead of time by workers, which start
+        meanwhile, or in place.
 
-        Only training from files uses workers: a validation is short and would mostly wait for them to start, and
-        random tokens take less time to make than to send.
+        Only training from files uses workers: a validation is short and would mostly wait for them
+        to start, and random tokens take less time to make than to send.
         """
         reader, data = self.phases[phase].reader, self.config.data
         in_place = (reader.read(*request) for request in first)
@@ -226,7 +269,9 @@ class DataSource:
             return
         prefetch = data.prefetch_factor or 1  # None only without workers
         context = data.multiprocessing_context
-        workers = Workers(reader, others, data.num_workers, prefetch, context, lambda: self.while_waiting())
+        workers = Workers(
+            reader, others, data.num_workers, prefetch, context, lambda: self.while_waiting()
+        )
         self._open.add(workers)
         try:
             yield itertools.chain(in_place, workers)
@@ -235,7 +280,8 @@ class DataSource:
             self._open.discard(workers)
 
     def _host_batch(self, samples: Samples, split: Split, micro_step: int) -> HostBatch:
-        """Pad to the rows of a micro-batch with token 0, each padded row one document, and make tensors.
+        """Pad to the rows of a micro-batch with token 0, each padded row one document, and make
+        tensors.
 
         Tokens become int64 here, not in the worker: fewer bytes cross the pipe.
         """
@@ -247,7 +293,11 @@ class DataSource:
             tokens = np.concatenate([tokens, np.zeros((padding, tokens.shape[1]), dtype=np.int64)])
         starts = positions = masked = None
         if self.config.data.needs_borders:
-            lengths = [0, *([] if samples.lengths is None else samples.lengths), *[tokens.shape[1] - 1] * padding]
+            lengths = [
+                0,
+                *([] if samples.lengths is None else samples.lengths),
+                *[tokens.shape[1] - 1] * padding,
+            ]
             borders = np.cumsum(lengths, dtype=np.int32)
             if not self.config.data.cross_document_attention:
                 starts = self._tensor(borders)
@@ -255,8 +305,12 @@ class DataSource:
                 counted = np.arange(borders[-1]) - np.repeat(borders[:-1], lengths[1:])
                 positions = self._tensor(counted.reshape(rows, -1))
         if samples.masked is not None:
-            masked = self._tensor(np.concatenate([samples.masked, np.ones((padding, tokens.shape[1] - 1), np.bool_)]))
-        return HostBatch(self._tensor(tokens), split.real_samples(micro_step), starts, padding, positions, masked)
+            masked = self._tensor(
+                np.concatenate([samples.masked, np.ones((padding, tokens.shape[1] - 1), np.bool_)])
+            )
+        return HostBatch(
+            self._tensor(tokens), split.real_samples(micro_step), starts, padding, positions, masked
+        )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)

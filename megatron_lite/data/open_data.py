@@ -1,4 +1,5 @@
-"""Open the data of a run: check the files, cut the splits, choose what each phase reads, and say how often."""
+"""Open the data of a run: check the files, cut the splits, choose what each phase reads, and say
+how often."""
 
 from __future__ import annotations
 
@@ -42,29 +43,41 @@ from megatron_lite.seeds import derive_seed
 FILES_OF_A_SET = 3  # tokens, index, loss mask
 OTHER_FILES = 1024
 MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
-# Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls fast. Source:
-# Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
+# Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls
+# fast. Source: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
 # Option -> the name of its data sets in the banner.
-PATH_FLAGS = MappingProxyType({"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"})
-# Entries of a mask in which a token that counts is looked for when a run starts, and entries read at a time.
+PATH_FLAGS = MappingProxyType(
+    {"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"}
+)
+# Entries of a mask in which a token that counts is looked for when a run starts, and entries read
+# at a time.
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
 
 
-def open_data(config: Config, rank: int, world_size: int, began: JsonObject | None = None) -> DataSource:
-    """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no tokens.
+def open_data(
+    config: Config, rank: int, world_size: int, began: JsonObject | None = None
+) -> DataSource:
+    """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no
+    tokens.
 
-    began: what a checkpoint says of a run's data, see `Choice.began`; None for a new run. Its `evaluation_order` is
-    what the samples of an evaluation follow from: data, the data set alone; seed, also --seed, the phase and the data
-    set's place in the blend, as in runs that an earlier version began.
+    began: what a checkpoint says of a run's data, see `Choice.began`; None for a new run. Its
+    `evaluation_order` is what the samples of an evaluation follow from: data, the data set alone;
+    seed, also --seed, the phase and the data set's place in the blend, as in runs that an earlier
+    version began.
 
     Raises:
-        DataError: one line that names the file, if a file is missing or damaged, or if a phase that the run needs
-            (training, validation or test iterations above zero) has less than one sample.
+        DataError: one line that names the file, if a file is missing or damaged, or if a phase that
+            the run needs (training, validation or test iterations above zero) has less than one
+            sample.
     """
     training, tokenizer = config.training, config.data.tokenizer_file
     order = "data" if began is None else str(began.get("evaluation_order", "seed"))
-    needed = {phase: count for phase, name in ITERATIONS.items() if (count := getattr(training, name)) != 0}
+    needed = {
+        phase: count
+        for phase, name in ITERATIONS.items()
+        if (count := getattr(training, name)) != 0
+    }
 
     def origin(phase: str, number: int) -> tuple[int, str, int]:
         is_own = phase == "training" or order == "seed"
@@ -83,7 +96,9 @@ def open_data(config: Config, rank: int, world_size: int, began: JsonObject | No
             random = RandomReader(sampler_key(*origin(phase, 0)), *sizes)
             phases[phase] = Phase(random, _schedule(config, phase), count)
         found = identity([], tokenizer) | {"evaluation_order": order}
-        return DataSource(config, rank, world_size, phases, {"data": "random tokens"}, found, counts)
+        return DataSource(
+            config, rank, world_size, phases, {"data": "random tokens"}, found, counts
+        )
     sets = _open_sets(config, {config.data.path_flag(phase) for phase in needed})
     shared = sets.get("data_path", Sets([], [], []))
     found, own = identity(shared.datasets, tokenizer, shared.masks), dict[str, str]()
@@ -98,10 +113,17 @@ def open_data(config: Config, rank: int, world_size: int, began: JsonObject | No
             key = derive_seed("fill in the middle", origin(phase, 0)[0])
             fill = FillInTheMiddle(config.data, config.model.vocab_size, key)
         pairs = zip(datasets, masks, strict=True)
-        streams = [_stream(config, phase, sampler_key(*origin(phase, n)), *pair) for n, pair in enumerate(pairs)]
+        streams = [
+            _stream(config, phase, sampler_key(*origin(phase, n)), *pair)
+            for n, pair in enumerate(pairs)
+        ]
         phases[phase] = _phase(config, phase, count, streams, fill)
-        alone = {stream.dataset.prefix: stream for stream in streams}  # of a data set named twice, the last
-        if len(alone) > 1 and (phase in own or (phase == "validation" and training.validation_by_dataset)):
+        alone = {
+            stream.dataset.prefix: stream for stream in streams
+        }  # of a data set named twice, the last
+        if len(alone) > 1 and (
+            phase in own or (phase == "validation" and training.validation_by_dataset)
+        ):
             for prefix, name in short_names(list(alone)).items():
                 phases[f"{phase}/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
         if phase == "training":
@@ -112,7 +134,11 @@ def open_data(config: Config, rank: int, world_size: int, began: JsonObject | No
             ]
             counts.check_epochs([dataset.prefix for dataset in datasets])
     described = describe(config, sets, phases, counts)
-    warnings = (*repeats(config, counts, shared.datasets), *left_out(phases), *borderless(config, phases))
+    warnings = (
+        *repeats(config, counts, shared.datasets),
+        *left_out(phases),
+        *borderless(config, phases),
+    )
     return DataSource(config, rank, world_size, phases, described, found, counts, warnings)
 
 
@@ -122,7 +148,8 @@ def prefixes(words: JsonObject) -> list[str]:
 
 
 class Sets(NamedTuple):
-    """The data sets of --data_path, --valid_data_path or --test_data_path, each with its loss mask, if any."""
+    """The data sets of --data_path, --valid_data_path or --test_data_path, each with its loss mask,
+    if any."""
 
     datasets: list[IndexedDataset]
     masks: list[IndexedDataset | None]
@@ -130,7 +157,8 @@ class Sets(NamedTuple):
 
 
 def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
-    """Open the data sets of these options; --loss_mask has a word for each data set of all three."""
+    """Open the data sets of these options; --loss_mask has a word for each data set of all
+    three."""
     paths = {flag: weighted_paths(getattr(config.data, flag), flag) for flag in PATH_FLAGS}
     allow_open_files(FILES_OF_A_SET * sum(len(paths[flag]) for flag in flags) + OTHER_FILES)
     open_once = functools.cache(IndexedDataset)
@@ -149,9 +177,11 @@ def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
 
 
 def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None:
-    """Check that a loss mask, a pair with 1 for each token that counts and else 0, has the documents of its data set.
+    """Check that a loss mask, a pair with 1 for each token that counts and else 0, has the
+    documents of its data set.
 
-    Then a token and its mask have the same position in their files. 10 million documents take 0.05 s.
+    Then a token and its mask have the same position in their files. 10 million documents take 0.05
+    s.
 
     Raises: DataError: one line that names the file and the first difference.
     """
@@ -170,9 +200,11 @@ def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None
 
 
 def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) -> None:
-    """Check that a mask lets a token of documents [first, end) count, which the first entries show as a rule.
+    """Check that a mask lets a token of documents [first, end) count, which the first entries show
+    as a rule.
 
-    Raises: DataError: one line that names the file. Nothing is known about more than `SEARCHED` zeros.
+    Raises: DataError: one line that names the file. Nothing is known about more than `SEARCHED`
+    zeros.
     """
     start, stop = mask.first_token(first), mask.first_token(end)
     for place in range(start, min(stop, start + SEARCHED), READ_AT_A_TIME):
@@ -196,17 +228,29 @@ def samples_of_epoch(config: Config) -> int:
 
 
 def _schedule(config: Config, phase: str) -> BatchSchedule:
-    """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare over the run."""
+    """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare
+    over the run."""
     if phase == "training":
         return batch_schedule(config.batch)
     return BatchSchedule((Segment(0, config.batch.batch_size),))
 
 
-def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], fill: FillInTheMiddle | None) -> Phase:
-    """Blend `count` batches of all data sets by their weights, or read each data set once from end to end."""
+def _phase(
+    config: Config,
+    phase: str,
+    count: int | All,
+    streams: list[Stream],
+    fill: FillInTheMiddle | None,
+) -> Phase:
+    """Blend `count` batches of all data sets by their weights, or read each data set once from end
+    to end."""
     order: Blend | Concatenation
     if count == "all":
-        streams = list({(stream.dataset, stream.mask and stream.mask.path): stream for stream in streams}.values())
+        streams = list(
+            {
+                (stream.dataset, stream.mask and stream.mask.path): stream for stream in streams
+            }.values()
+        )
         order = Concatenation([stream.sampler.samples_per_epoch for stream in streams])
         schedule, iterations = once_through(order.num_samples, config.batch.batch_size)
     else:
@@ -215,7 +259,9 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
         if len(streams) > 1:
             flag = config.data.path_flag(phase)
             if (samples := schedule.consumed_samples(count)) > MAX_SAMPLES:
-                raise UsageError(f"--{flag}: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}")
+                raise UsageError(
+                    f"--{flag}: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}"
+                )
             scheduled = config.data.data_weights_schedule if flag == "data_path" else ()
             first, *later = weight_stages(getattr(config.data, flag), scheduled)
             changes = [(schedule.consumed_samples(start), weights) for start, weights in later]
@@ -233,20 +279,31 @@ def _phase(config: Config, phase: str, count: int | All, streams: list[Stream], 
 
 
 def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (first, last + 1) document of training, validation and test: consecutive, in file order.
+    """Return (first, last + 1) document of training, validation and test: consecutive, in file
+    order.
 
-    split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each boundary is the running sum
-    of the normalised proportions times the number of documents, rounded half to even).
+    split: one to three proportions with a positive sum. The rounding is Megatron-LM's (each
+    boundary is the running sum of the normalised proportions times the number of documents, rounded
+    half to even).
     """
     assert 1 <= len(split) <= len(PHASES) and sum(split) > 0 and min(split) >= 0, split
     weights = np.array([*split, *[0.0] * (len(PHASES) - len(split))], dtype=np.float64)
     weights /= weights.sum()
-    bounds = [0, *(min(round(share * num_documents), num_documents) for share in np.cumsum(weights).tolist())]
+    bounds = [
+        0,
+        *(
+            min(round(share * num_documents), num_documents)
+            for share in np.cumsum(weights).tolist()
+        ),
+    ]
     return list(itertools.pairwise(bounds))
 
 
-def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask: IndexedDataset | None) -> Stream:
-    """Cut the split of `phase` out of a data set, or take all of its own. key: of the order of its samples."""
+def _stream(
+    config: Config, phase: str, key: int, dataset: IndexedDataset, mask: IndexedDataset | None
+) -> Stream:
+    """Cut the split of `phase` out of a data set, or take all of its own. key: of the order of its
+    samples."""
     data = config.data
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
@@ -280,7 +337,12 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
                 "tokens (--sequence_length + 1), and --truncate_documents=0 cuts none; write a larger "
                 "--sequence_length"
             )
-        return Stream(dataset, packed, StreamSampler(packed.samples_per_epoch + 1, 1, key, sample_order), entries)
+        return Stream(
+            dataset,
+            packed,
+            StreamSampler(packed.samples_per_epoch + 1, 1, key, sample_order),
+            entries,
+        )
     order = FileOrder(dataset, documents, data.needs_borders)
     if order.num_tokens <= length:
         raise DataError(
@@ -290,33 +352,49 @@ def _stream(config: Config, phase: str, key: int, dataset: IndexedDataset, mask:
     if phase == "training" and data.shuffle_documents and sample_order.shuffle != "none":
         # Tables of an epoch and the next one, or of all that are shuffled together.
         keep = sample_order.epochs + 1
-        order = ShuffledDocuments(dataset, documents, key, keep, sample_order.shuffle == "skip_first_epoch")
-    return Stream(dataset, order, StreamSampler(order.num_tokens, length, key, sample_order), entries)
+        order = ShuffledDocuments(
+            dataset, documents, key, keep, sample_order.shuffle == "skip_first_epoch"
+        )
+    return Stream(
+        dataset, order, StreamSampler(order.num_tokens, length, key, sample_order), entries
+    )
 
 
 def _order(config: Config, phase: str) -> SampleOrder:
-    """Return the order of a phase: validation and test keep the default, so that their results compare."""
+    """Return the order of a phase: validation and test keep the default, so that their results
+    compare."""
     data = config.data
     if phase != "training":
         return SampleOrder()
     windows = data.shuffle in ("epoch", "skip_first_epoch")
     return SampleOrder(
-        data.shuffle, data.shuffle_era if windows else None, (data.max_epochs or 1) if data.shuffle == "full" else 1
+        data.shuffle,
+        data.shuffle_era if windows else None,
+        (data.max_epochs or 1) if data.shuffle == "full" else 1,
     )
 
 
-def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase], counts: Counts) -> dict[str, str]:
-    """Return lines for the banner: one per data set, in the order of the options, and one per phase."""
+def describe(
+    config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase], counts: Counts
+) -> dict[str, str]:
+    """Return lines for the banner: one per data set, in the order of the options, and one per
+    phase."""
     described = {}
     for flag, (datasets, masks, _) in sets.items():
-        readers = {name: phase for name, phase in phases.items() if config.data.path_flag(name.split("/")[0]) == flag}
+        readers = {
+            name: phase
+            for name, phase in phases.items()
+            if config.data.path_flag(name.split("/")[0]) == flag
+        }
         weights = _weights(readers, len(datasets))
         epochs = counts.epochs(config.training.train_iters) if flag == "data_path" else []
         name = PATH_FLAGS[flag]
         for number, dataset in enumerate(datasets[:MOST_DESCRIBED]):
             parts = [f"{dataset.num_documents:,} documents", f"{dataset.num_tokens:,} tokens"]
             if config.data.loss_mask:
-                parts.append(f"loss mask {NO_MASK if (mask := masks[number]) is None else mask.prefix}")
+                parts.append(
+                    f"loss mask {NO_MASK if (mask := masks[number]) is None else mask.prefix}"
+                )
             if len(datasets) > 1:
                 parts.append(f"{100 * weights[number]:.4g}% of the samples")
                 parts += [f"{epochs[number]:.3g} epochs"] if epochs else []
@@ -324,7 +402,9 @@ def describe(config: Config, sets: Mapping[str, Sets], phases: dict[str, Phase],
         if others := datasets[MOST_DESCRIBED:]:
             percent = 100 * sum(weights[MOST_DESCRIBED:])
             tokens = sum(dataset.num_tokens for dataset in others)
-            described[f"other {name}"] = f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
+            described[f"other {name}"] = (
+                f"{len(others):,} data sets: {tokens:,} tokens, {percent:.4g}% of the samples"
+            )
     if changes := config.data.data_weights_schedule:
         described["data weights"] = f"change as in {' '.join(changes[:MOST_DESCRIBED])}"
     for name, phase in phases.items():
@@ -339,7 +419,9 @@ def repeats(config: Config, counts: Counts, datasets: Sequence[IndexedDataset]) 
     many = sum(times > MANY_EPOCHS for times in epochs)
     if not many:
         return []
-    others = f" (and {many - 1:,} other data sets more than {MANY_EPOCHS} times)" if many > 1 else ""
+    others = (
+        f" (and {many - 1:,} other data sets more than {MANY_EPOCHS} times)" if many > 1 else ""
+    )
     prefix = datasets[epochs.index(max(epochs))].prefix
     return [
         f"training reads {prefix} {max(epochs):.3g} times{others}: repeated tokens teach less after {MANY_EPOCHS} "
@@ -354,12 +436,15 @@ def left_out(phases: dict[str, Phase]) -> list[str]:
         f"{packed.capacity:,} tokens and are left out (--truncate_documents=0)"
         for name, phase in phases.items()
         for stream in _reader(phase).streams
-        if "/" not in name and isinstance(packed := stream.order, PackedDocuments) and packed.too_long
+        if "/" not in name
+        and isinstance(packed := stream.order, PackedDocuments)
+        and packed.too_long
     ]
 
 
 def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
-    """Yield warnings about data whose index seems to lack the borders that flags about documents need."""
+    """Yield warnings about data whose index seems to lack the borders that flags about documents
+    need."""
     data, end = config.data, -1
     if "training" not in phases or (data.truncate_documents and not data.needs_borders):
         return
@@ -370,7 +455,9 @@ def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
         count = min(READ_AT_A_TIME, dataset.num_tokens)
         ends = np.count_nonzero(dataset.tokens.read(0, count) == end)
         # The turns of a conversation, which has a mask, may end with that token, too.
-        if dataset.num_documents == 1 or (stream.mask is None and ends > len(dataset.runs(0, count))):
+        if dataset.num_documents == 1 or (
+            stream.mask is None and ends > len(dataset.runs(0, count))
+        ):
             yield (
                 f"{dataset.prefix}: flags about documents find no borders inside of its {dataset.num_documents:,} "
                 "documents; if a token ends others there, write a pair with all borders: "
@@ -384,7 +471,8 @@ def _reader(phase: Phase) -> StreamReader:
 
 
 def _weights(phases: dict[str, Phase], count: int) -> list[float]:
-    """Return the shares of the data sets in the samples of training, or of the first phase that blends them."""
+    """Return the shares of the data sets in the samples of training, or of the first phase that
+    blends them."""
     for phase in phases.values():
         if isinstance(blend := _reader(phase).blend, Blend):
             samples = max(1, phase.schedule.consumed_samples(phase.iterations))
@@ -398,7 +486,9 @@ def _phase_line(phase: Phase, counts: Counts | None) -> str:
     tokens = sum(stream.order.num_tokens for stream in reader.streams)
     padded = ""
     if reader.packed:
-        capacity = sum(stream.sampler.samples_per_epoch for stream in reader.streams) * (reader.sequence_length + 1)
+        capacity = sum(stream.sampler.samples_per_epoch for stream in reader.streams) * (
+            reader.sequence_length + 1
+        )
         padded = f"; whole documents, {100 * (1 - tokens / capacity):.2g}% padding"
     if not isinstance(reader.blend, Blend):
         return f"{samples:,} samples out of {tokens:,} tokens: each sample once{padded}"

@@ -1,7 +1,7 @@
 """Readers: from sample indices to an array of checked token ids.
 
-Neither this module nor `workers.py` imports torch: loader workers run nothing else, so they start in a fraction of a
-second and take a tenth of the memory.
+Neither this module nor `workers.py` imports torch: loader workers run nothing else, so they start
+in a fraction of a second and take a tenth of the memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Samples(NamedTuple):
 
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
     warnings: tuple[str, ...] = ()  # about slow reads, and about files that changed their date
-    # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample by sample. A document
-    # that began or ends in another sample has one piece in each. None if the reader does not look for them.
+    # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample
+    # by sample. A document that began or ends in another sample has one piece in each. None if the
+    # reader does not look for them.
     lengths: NDArray[np.int32] | None = None
     masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
 
@@ -61,7 +62,8 @@ class Stream:
     mask: DiskArray | None = None  # an entry for each token of the data set, see `masked_labels`
 
     def check(self) -> list[str]:
-        """Check that the files are those of the start, see `DataFile.check`; return its warnings."""
+        """Check that the files are those of the start, see `DataFile.check`; return its
+        warnings."""
         arrays = [self.dataset.tokens]
         if self.order.by_document:
             arrays.append(self.dataset.pointers)
@@ -92,22 +94,28 @@ class StreamReader:
         self.dtype = np.dtype(np.int64) if self.fill else np.result_type(*dtypes)
 
     def read(self, first: int, count: int) -> Samples:
-        """Read samples first, first + 1, ..., first + count - 1 from the streams that the blend names.
+        """Read samples first, first + 1, ..., first + count - 1 from the streams that the blend
+        names.
 
-        Raises: DataError if a file has changed, cannot be read any more or holds a token id outside the vocabulary.
+        Raises: DataError if a file has changed, cannot be read any more or holds a token id outside
+        the vocabulary.
         """
         places = self._locate(np.arange(first, first + count))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_)
         warnings, pieces = [], dict[int, NDArray[np.int32]]()
-        for row, (dataset, epoch, start) in enumerate(zip(*(place.tolist() for place in places), strict=True)):
+        for row, (dataset, epoch, start) in enumerate(
+            zip(*(place.tolist() for place in places), strict=True)
+        ):
             begun, filled = time.perf_counter(), 0
             stream = self.streams[dataset]
             runs = stream.order.runs(epoch, start, self.sequence_length + 1)
             reads = reads_of(runs)
             if stream.mask is not None:
                 left_out = np.concatenate([masked_labels(stream.mask, *run) for run in reads])
-                masked[row, : len(left_out) - 1] = left_out[1:]  # a label is the token after an input
+                masked[row, : len(left_out) - 1] = left_out[
+                    1:
+                ]  # a label is the token after an input
             for place, length in reads:
                 tokens[row, filled : filled + length] = stream.dataset.tokens.read(place, length)
                 filled += length
@@ -121,14 +129,17 @@ class StreamReader:
             warnings += self.streams[dataset].check()
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, *places)
-        lengths = [self._finish(first + row, tokens[row], own, masked[row]) for row, own in pieces.items()]
+        lengths = [
+            self._finish(first + row, tokens[row], own, masked[row]) for row, own in pieces.items()
+        ]
         joined = np.concatenate(lengths) if lengths else None
         return Samples(tokens, tuple(warnings), joined, masked if self.has_masks else None)
 
     def _finish(
         self, index: int, tokens: NDArray[Any], pieces: NDArray[np.int32], masked: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
-        """Rearrange the documents of a sample, (s + 1,), and mask its labels, (s,), as the options say, in place.
+        """Rearrange the documents of a sample, (s + 1,), and mask its labels, (s,), as the options
+        say, in place.
 
         pieces: lengths of the pieces of documents; padding follows them.
 
@@ -148,7 +159,8 @@ class StreamReader:
         return inputs[inputs > 0]
 
     def _locate(self, indices: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the data set of each sample, and the epoch and the position of its first token in that stream."""
+        """Return the data set of each sample, and the epoch and the position of its first token in
+        that stream."""
         if len(self.streams) == 1:
             return np.zeros_like(indices), *self.streams[0].sampler.places(indices)
         datasets, own = self.blend.locate(indices)
@@ -158,9 +170,13 @@ class StreamReader:
             epochs[rows], starts[rows] = self.streams[dataset].sampler.places(own[rows])
         return datasets, epochs, starts
 
-    def _bad_token(self, tokens: NDArray[Any], datasets: Integers, epochs: Integers, starts: Integers) -> DataError:
+    def _bad_token(
+        self, tokens: NDArray[Any], datasets: Integers, epochs: Integers, starts: Integers
+    ) -> DataError:
         """Make the error that names the first token id outside the vocabulary."""
-        row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[0].tolist()
+        row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[
+            0
+        ].tolist()
         stream = self.streams[int(datasets[row])]
         runs = stream.order.runs(int(epochs[row]), int(starts[row]), column + 1)
         places = [place for first, length in runs for place in range(first, first + length)]
@@ -176,8 +192,11 @@ def outside(dataset: IndexedDataset, place: int, token: int, vocab_size: int) ->
     )
 
 
-def search(prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError], None], ended: Event) -> None:
-    """Report the first token id outside the vocabulary in some pairs, in a tenth of one core's time, until `ended`."""
+def search(
+    prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError], None], ended: Event
+) -> None:
+    """Report the first token id outside the vocabulary in some pairs, in a tenth of one core's
+    time, until `ended`."""
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)  # with files of its own: this runs in a thread
         for start in range(0, dataset.num_tokens, SEARCHED_TOKENS):
@@ -191,7 +210,8 @@ def search(prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError
 
 
 def reads_of(runs: Sequence[Run]) -> list[Run]:
-    """Return the first token and length of each read: one for all documents that follow each other in the file."""
+    """Return the first token and length of each read: one for all documents that follow each other
+    in the file."""
     found = list[Run]()
     for place, length in runs:
         if found and sum(found[-1]) == place:

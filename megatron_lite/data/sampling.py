@@ -1,21 +1,24 @@
-"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and nothing precomputed.
+"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and
+nothing precomputed.
 
-The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into samples of s + 1 tokens
-that overlap by one (the last label of a sample is the first input of the next), and visits these slots in a
-pseudo-random order that a small keyed cipher computes one index at a time. So any sample of any epoch is found in O(1)
-time and memory: a resume costs nothing, and the order cannot depend on the number of iterations, ranks or workers.
-`SampleOrder` has the other orders, all found in the same way. The documents, too, may come in another order than the
-file's, also a function of key and epoch:
+The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into
+samples of s + 1 tokens that overlap by one (the last label of a sample is the first input of the
+next), and visits these slots in a pseudo-random order that a small keyed cipher computes one index
+at a time. So any sample of any epoch is found in O(1) time and memory: a resume costs nothing, and
+the order cannot depend on the number of iterations, ranks or workers. `SampleOrder` has the other
+orders, all found in the same way. The documents, too, may come in another order than the file's,
+also a function of key and epoch:
 
-Shuffled documents: finding a token of the shuffled stream takes a table of cumulative lengths, one entry per 16
-documents, which each process makes when it first reads from an epoch: 2.5 seconds and 5 MB for 10 million documents,
-60 MB at its peak. A sample then takes less than a millisecond.
+Shuffled documents: finding a token of the shuffled stream takes a table of cumulative lengths, one
+entry per 16 documents, which each process makes when it first reads from an epoch: 2.5 seconds and
+5 MB for 10 million documents, 60 MB at its peak. A sample then takes less than a millisecond.
 
-Packed documents (--truncate_documents=0): whole documents in samples of a fixed capacity, as many as fit, without
-cutting any. Best fit decreasing on the histogram of lengths (Krell et al. 2021, arXiv:2107.02027): documents of one
-length are alike, so the longest go first, many at a time, each into the samples that it fills best. The plan is a few
-thousand patterns of lengths, however many documents there are, and depends on nothing but their number. An epoch visits
-the samples of the plan in a new order, and fills its patterns with other documents of the same lengths.
+Packed documents (--truncate_documents=0): whole documents in samples of a fixed capacity, as many
+as fit, without cutting any. Best fit decreasing on the histogram of lengths (Krell et al. 2021,
+arXiv:2107.02027): documents of one length are alike, so the longest go first, many at a time, each
+into the samples that it fills best. The plan is a few thousand patterns of lengths, however many
+documents there are, and depends on nothing but their number. An epoch visits the samples of the
+plan in a new order, and fills its patterns with other documents of the same lengths.
 """
 
 from __future__ import annotations
@@ -35,28 +38,41 @@ from megatron_lite.seeds import derive_seed
 Words = NDArray[np.uint64]
 SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
 PHASES = tuple(ITERATIONS)
-# Every evaluation reads a data set as the validation of a run with these seed, phase and place did in earlier versions.
+# Every evaluation reads a data set as the validation of a run with these seed, phase and place did
+# in earlier versions.
 EVALUATION = 1234, "validation", 0
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: consecutive counters land far apart
+_GOLDEN = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2**64 / golden ratio, odd: consecutive counters land far apart
 _ROUNDS = 8
 # Of `mix`. Making a scalar takes as long as adding two short arrays.
 _30 = np.uint64(30)
 _27 = np.uint64(27)
 _31 = np.uint64(31)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
-_ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)  # arbitrary, too: of the permutation of all epochs together
+_SHIFT_SALT = np.uint64(
+    0xD1B54A32D192ED03
+)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
+_ALL_SALT = np.uint64(
+    0x8CB92BA72F3D8DD7
+)  # arbitrary, too: of the permutation of all epochs together
 STRIDE = 16  # documents to an entry of the table
 _AT_A_TIME = 1 << 18  # documents while the table is made; a multiple of STRIDE
-_DOCUMENT_SALT = np.uint64(0xA24BAED4963EE407)  # arbitrary: documents must not be shuffled like samples
-_EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)  # arbitrary, odd: other words than those of the order of samples
+_DOCUMENT_SALT = np.uint64(
+    0xA24BAED4963EE407
+)  # arbitrary: documents must not be shuffled like samples
+_EPOCH_SALT = np.uint64(
+    0xC6A4A7935BD1E995
+)  # arbitrary, odd: other words than those of the order of samples
 
 
 def mix(values: Words) -> Words:
-    """A bijection of 64-bit words in which every input bit flips every output bit with probability near 1/2.
+    """A bijection of 64-bit words in which every input bit flips every output bit with probability
+    near 1/2.
 
-    Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's variant 13).
+    Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's
+    variant 13).
     """
     values = values ^ (values >> _30)
     values = values * _FIRST  # uint64 arrays wrap around silently, as intended
@@ -68,10 +84,11 @@ def mix(values: Words) -> Words:
 def permute(slots: Words, keys: Words, size: int) -> Words:
     """Element-wise pseudo-random permutation of range(size); each element has its own key.
 
-    slots: (k,) values below `size`; keys: (k,); returns (k,) values below `size`. For one key it is a bijection.
-    A Feistel network over pairs (left, right) with right * a + left < a * b, a * b >= size and a, b near sqrt(size);
-    results outside of range(size), about one in sqrt(size) at most, are encrypted again until they fall inside.
-    Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains": generalised Feistel cipher and cycle walking.
+    slots: (k,) values below `size`; keys: (k,); returns (k,) values below `size`. For one key it is
+    a bijection. A Feistel network over pairs (left, right) with right * a + left < a * b, a * b >=
+    size and a, b near sqrt(size); results outside of range(size), about one in sqrt(size) at most,
+    are encrypted again until they fall inside. Source: Black & Rogaway 2002, "Ciphers with
+    arbitrary finite domains": generalised Feistel cipher and cycle walking.
     """
     assert size >= 1 and slots.shape == keys.shape, (size, slots.shape, keys.shape)
     if keys.size and (keys == keys[0]).all():
@@ -87,7 +104,8 @@ def permute(slots: Words, keys: Words, size: int) -> Words:
 
 
 def _encrypt(values: Words, schedule: Words, size: int) -> Words:
-    """One pass of the network of `permute`: a bijection of range(a * b). schedule: (rounds, k), or (rounds, 1)."""
+    """One pass of the network of `permute`: a bijection of range(a * b). schedule: (rounds, k), or
+    (rounds, 1)."""
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size)) for size >= 1
     b = -(-size // a)
     widths = (np.uint64(a), np.uint64(b))
@@ -102,27 +120,35 @@ def _encrypt(values: Words, schedule: Words, size: int) -> Words:
 class SampleOrder:
     """The order of the samples of a data set, as a function of the index and a key."""
 
-    # epoch: reshuffled in every epoch; full: `epochs` epochs together; skip_first_epoch: the first epoch in file
-    # order, the others as epoch; none: every epoch in file order.
+    # epoch: reshuffled in every epoch; full: `epochs` epochs together; skip_first_epoch: the first
+    # epoch in file order, the others as epoch; none: every epoch in file order.
     shuffle: str = "epoch"
-    era: int | None = None  # shuffle only within windows of so many samples, which come in file order
+    era: int | None = (
+        None  # shuffle only within windows of so many samples, which come in file order
+    )
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        assert self.shuffle in SHUFFLES and self.epochs >= 1 and (self.era is None or self.era >= 1), self
+        assert (
+            self.shuffle in SHUFFLES and self.epochs >= 1 and (self.era is None or self.era >= 1)
+        ), self
 
     def shuffled(self, epochs: Words) -> NDArray[np.bool_]:
         """Return which of these epochs are not in file order."""
-        return (epochs > 0) if self.shuffle == "skip_first_epoch" else np.full(epochs.shape, self.shuffle != "none")
+        return (
+            (epochs > 0)
+            if self.shuffle == "skip_first_epoch"
+            else np.full(epochs.shape, self.shuffle != "none")
+        )
 
 
 @dataclass(frozen=True)
 class StreamSampler:
     """Start of every sample in a stream of tokens.
 
-    The tokens that do not fill a last sample are not lost: every epoch starts its first sample a little later, by a
-    pseudo-random shift between zero and their number, so all tokens are read sooner or later. The first epoch starts
-    with the first token if it is in file order.
+    The tokens that do not fill a last sample are not lost: every epoch starts its first sample a
+    little later, by a pseudo-random shift between zero and their number, so all tokens are read
+    sooner or later. The first epoch starts with the first token if it is in file order.
     """
 
     num_tokens: int
@@ -138,10 +164,11 @@ class StreamSampler:
         return (self.num_tokens - 1) // self.sequence_length
 
     def places(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the epoch of each sample, and the position of its first token in the stream of that epoch.
+        """Return the epoch of each sample, and the position of its first token in the stream of
+        that epoch.
 
-        A sample is the s + 1 tokens from there. indices: (k,) sample indices, from zero without bound; returns two
-        (k,). Without `shuffle=full` the epoch is index // samples_per_epoch.
+        A sample is the s + 1 tokens from there. indices: (k,) sample indices, from zero without
+        bound; returns two (k,). Without `shuffle=full` the epoch is index // samples_per_epoch.
         """
         size, order = self.samples_per_epoch, self.order
         if order.shuffle == "full":
@@ -154,11 +181,14 @@ class StreamSampler:
         if order.shuffle != "full":
             shuffled = order.shuffled(epochs)
             shifts[(epochs == 0) & ~shuffled] = 0
-            slots[shuffled] = permute_within(slots[shuffled], keys[shuffled], size, order.era or size)
+            slots[shuffled] = permute_within(
+                slots[shuffled], keys[shuffled], size, order.era or size
+            )
         return epochs.astype(np.int64), (slots * self.sequence_length + shifts).astype(np.int64)
 
     def _of_all_epochs(self, indices: Words) -> tuple[Words, Words]:
-        """Return epochs and slots of samples that are shuffled over `order.epochs` epochs at a time."""
+        """Return epochs and slots of samples that are shuffled over `order.epochs` epochs at a
+        time."""
         size, together = self.samples_per_epoch, self.order.epochs
         rounds, slots = np.divmod(indices, size * together)
         keys = mix((np.uint64(self.key) ^ _ALL_SALT) + rounds * _GOLDEN)
@@ -167,7 +197,8 @@ class StreamSampler:
 
 
 def permute_within(slots: Words, keys: Words, size: int, window: int) -> Words:
-    """Permute range(size) as `permute`, but only within windows of `window` slots; the last one may be smaller."""
+    """Permute range(size) as `permute`, but only within windows of `window` slots; the last one may
+    be smaller."""
     if window >= size:
         return permute(slots, keys, size)
     windows, places = np.divmod(slots, window)
@@ -185,7 +216,8 @@ def sampler_key(seed: int, phase: str, position: int) -> int:
 
 
 def sample_words(indices: Integers, length: int, key: int) -> Words:
-    """Return pseudo-random words for samples: (k,) indices -> (k, length). Word j is a function of (key, index, j)."""
+    """Return pseudo-random words for samples: (k,) indices -> (k, length). Word j is a function of
+    (key, index, j)."""
     rows = mix(key + indices.astype(np.uint64) * _GOLDEN)
     return mix(rows[:, None] + np.arange(1, length + 1, dtype=np.uint64)[None, :] * _GOLDEN)
 
@@ -196,7 +228,8 @@ def random_tokens(indices: Integers, length: int, vocab_size: int, key: int) -> 
     Token j of a sample is a pure function of (key, index, j).
     """
     words = sample_words(indices, length, key) >> 32
-    # Multiply and shift maps 32 bits onto range(vocab_size); its bias, below vocab_size / 2**32, does not matter here.
+    # Multiply and shift maps 32 bits onto range(vocab_size); its bias, below vocab_size / 2**32,
+    # does not matter here.
     return (words * vocab_size >> 32).astype(np.int64)
 
 
@@ -214,7 +247,8 @@ class FileOrder:
         self.num_tokens = dataset.first_token(documents.stop) - self._first_token
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
-        """Return where tokens [start, start + length) of an epoch's stream are, in order, without empty runs.
+        """Return where tokens [start, start + length) of an epoch's stream are, in order, without
+        empty runs.
 
         Raises: DataError if the index is damaged or cannot be read.
         """
@@ -226,9 +260,15 @@ class ShuffledDocuments(FileOrder):
     """The documents of a split as a stream of tokens, in a different order in every epoch."""
 
     def __init__(
-        self, dataset: IndexedDataset, documents: range, key: int, keep: int = 2, skip_first_epoch: bool = False
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        key: int,
+        keep: int = 2,
+        skip_first_epoch: bool = False,
     ) -> None:
-        """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order of the file."""
+        """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order
+        of the file."""
         super().__init__(dataset, documents, by_document=True)
         self._key = key
         self._keep = keep
@@ -248,7 +288,9 @@ class ShuffledDocuments(FileOrder):
                 size = self.dataset.sizes[document]
                 low, high = max(start, position), min(end, position + size)
                 if low < high:
-                    found.append((self.dataset.pointers[document] // itemsize + low - position, high - low))
+                    found.append(
+                        (self.dataset.pointers[document] // itemsize + low - position, high - low)
+                    )
                 position += size
             entry += 1
         return found
@@ -256,7 +298,9 @@ class ShuffledDocuments(FileOrder):
     def _order(self, epoch: int, first: int, count: int) -> Integers:
         """Return documents [first, first + count) of an epoch's order; fewer at the end."""
         slots = np.arange(first, min(first + count, len(self.documents)), dtype=np.uint64)
-        epochs = np.array([epoch], dtype=np.uint64)  # an array, since a product of scalars would warn
+        epochs = np.array(
+            [epoch], dtype=np.uint64
+        )  # an array, since a product of scalars would warn
         key = mix((np.uint64(self._key) ^ _DOCUMENT_SALT) + epochs * _GOLDEN)
         keys = np.broadcast_to(key, slots.shape)
         return permute(slots, keys, len(self.documents)).astype(np.int64) + self.documents.start
@@ -270,7 +314,9 @@ class ShuffledDocuments(FileOrder):
             sums = [np.zeros(1, dtype=np.int64)]
             for first in range(0, len(sizes), _AT_A_TIME):
                 order = self._order(epoch, first, _AT_A_TIME) - self.documents.start
-                sums.append(np.add.reduceat(sizes[order], np.arange(0, len(order), STRIDE), dtype=np.int64))
+                sums.append(
+                    np.add.reduceat(sizes[order], np.arange(0, len(order), STRIDE), dtype=np.int64)
+                )
             self._tables[epoch] = np.cumsum(np.concatenate(sums))[:-1]
         return self._tables[epoch]
 
@@ -289,7 +335,9 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
     counts: (capacity + 1,) documents of each length; those without tokens are left out.
     """
     assert counts.shape == (capacity + 1,), (counts.shape, capacity)
-    groups: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # space that is left -> (lengths, samples)
+    groups: dict[
+        int, list[tuple[tuple[int, ...], int]]
+    ] = {}  # space that is left -> (lengths, samples)
     spaces: list[int] = []  # the keys of `groups` above zero, rising
 
     def add(lengths: tuple[int, ...], samples: int) -> None:
@@ -314,7 +362,9 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
                 lengths, samples = groups[space].pop()
                 if not groups[space]:
                     del groups[space], spaces[fitting]
-            many = space // length  # a sample is the best fit until it has no room for another document of this length
+            many = (
+                space // length
+            )  # a sample is the best fit until it has no room for another document of this length
             full = min(samples, left // many)
             left -= full * many
             last = min(left, many - 1) if samples > full else 0
@@ -323,7 +373,9 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
             add((*lengths, *(length,) * last), min(last, 1))
             if lengths:
                 add(lengths, samples - full - min(last, 1))
-    return [Pattern(lengths, samples) for space in sorted(groups) for lengths, samples in groups[space]]
+    return [
+        Pattern(lengths, samples) for space in sorted(groups) for lengths, samples in groups[space]
+    ]
 
 
 class PackedDocuments:
@@ -346,10 +398,15 @@ class PackedDocuments:
         counts = np.bincount(sizes[fits], minlength=capacity + 1)[: capacity + 1]
         self.patterns = pack(counts, capacity)
         self.num_tokens = int((counts * np.arange(capacity + 1)).sum())
-        self._by_length = np.argsort(sizes, kind="stable").astype(np.int32 if sizes.size < 2**31 else np.int64)
+        self._by_length = np.argsort(sizes, kind="stable").astype(
+            np.int32 if sizes.size < 2**31 else np.int64
+        )
         self._first = np.concatenate([[0], np.cumsum(counts)])  # of each length in `_by_length`
-        self._ends = np.cumsum([pattern.count for pattern in self.patterns])  # slots of each pattern
-        # Documents of each length that earlier patterns, and earlier places in this one, have taken.
+        self._ends = np.cumsum(
+            [pattern.count for pattern in self.patterns]
+        )  # slots of each pattern
+        # Documents of each length that earlier patterns, and earlier places in this one, have
+        # taken.
         taken: dict[int, int] = {}
         self._taken: list[tuple[int, ...]] = []
         for pattern in self.patterns:
@@ -358,7 +415,9 @@ class PackedDocuments:
                 before.append(taken.get(length, 0))
                 taken[length] = before[-1] + pattern.count
             self._taken.append(tuple(before))
-        assert all(taken.get(length, 0) == counts[length] for length in range(1, capacity + 1)), "all are packed"
+        assert all(taken.get(length, 0) == counts[length] for length in range(1, capacity + 1)), (
+            "all are packed"
+        )
 
     @property
     def samples_per_epoch(self) -> int:
@@ -374,7 +433,8 @@ class PackedDocuments:
         return [(pointers[document] // itemsize, sizes[document]) for document in documents]
 
     def documents(self, epoch: int, slot: int) -> list[int]:
-        """Return the documents of a slot's sample in a random order, so that the longest is not always first.
+        """Return the documents of a slot's sample in a random order, so that the longest is not
+        always first.
 
         Documents are numbered from the first of the split.
         """
@@ -386,7 +446,9 @@ class PackedDocuments:
         for length, before in zip(pattern.lengths, self._taken[number], strict=True):
             first = int(self._first[length])
             count = int(self._first[length + 1] - self._first[length])
-            rank = permute(np.array([before + place], np.uint64), self._mixed(epoch, np.array([length])), count)
+            rank = permute(
+                np.array([before + place], np.uint64), self._mixed(epoch, np.array([length])), count
+            )
             found.append(int(self._by_length[first + int(rank[0])]))
         order = np.argsort(self._mixed(epoch, self.capacity + 1 + np.array(found)))
         return [found[index] for index in order]

@@ -1,8 +1,10 @@
-"""Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also train one.
+"""Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also
+train one.
 
-The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document. `tokenizer_json` describes
-it as a byte-level BPE without merges with the same ids, which exports carry and other programs load.
-`tokenizers` is imported where it is used: reading token files does not need it.
+The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document.
+`tokenizer_json` describes it as a byte-level BPE without merges with the same ids, which exports
+carry and other programs load. `tokenizers` is imported where it is used: reading token files does
+not need it.
 """
 
 from __future__ import annotations
@@ -22,15 +24,26 @@ from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
-LARGEST_OBJECT_BYTES = 2**28  # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
+LARGEST_OBJECT_BYTES = (
+    2**28
+)  # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
-END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot_id|>", "<EOT>")
+END_OF_DOCUMENT_NAMES = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|eot_id|>",
+    "<EOT>",
+)
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-# Patterns of other files of a tokenizer that an export copies, if they exist; it copies nothing else.
+# Patterns of other files of a tokenizer that an export copies, if they exist; it copies nothing
+# else.
 BESIDE = (
     SPECIAL_MAP,
     ADDED,
@@ -42,7 +55,10 @@ BESIDE = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which take tokenizer.json as it is
+PLAIN_CLASSES = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # which take tokenizer.json as it is
 # transformers makes a tokenizer.json of these files and patterns.
 _SOURCES = ("*.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -59,7 +75,8 @@ class MarkedText(str):
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of `JsonTokenizer`."""
+    """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of
+    `JsonTokenizer`."""
 
     path, named_tokens = BYTE, MappingProxyType({"eos_token": END_OF_DOCUMENT})
     vocab_size = 257
@@ -89,17 +106,24 @@ class TokenizerFiles(NamedTuple):
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`; special tokens spelled out in a text are plain text unless `special_tokens` is set.
+    """A `tokenizer.json`; special tokens spelled out in a text are plain text unless
+    `special_tokens` is set.
 
-    Attributes: `library`, the `tokenizers.Tokenizer` with its settings, and those that `__init__` explains.
+    Attributes: `library`, the `tokenizers.Tokenizer` with its settings, and those that `__init__`
+    explains.
     """
 
     def __init__(
-        self, path: str, special_tokens: bool = False, needs_end: bool = True, said: TokenizerFiles | None = None
+        self,
+        path: str,
+        special_tokens: bool = False,
+        needs_end: bool = True,
+        said: TokenizerFiles | None = None,
     ) -> None:
         """Load a tokenizer. said: what its files say in effect; None: what they say.
 
-        Documents end with the `eos_token` of `named_tokens`. Unless `needs_end`, a tokenizer without any has the id -1.
+        Documents end with the `eos_token` of `named_tokens`. Unless `needs_end`, a tokenizer
+        without any has the id -1.
 
         Raises: DataError if the file cannot be read or has no such token.
         """
@@ -109,22 +133,29 @@ class JsonTokenizer:
         self.library.no_padding()
         if hasattr(self.library.model, "dropout"):
             self.library.model.dropout = None  # which would tokenize at random
-        # Text must not forge the end of a document, unless the user declares its special tokens real.
+        # Text must not forge the end of a document, unless the user declares its special tokens
+        # real.
         self.library.encode_special_tokens = not special_tokens
         # Not the number of tokens: ids may have gaps.
         self.vocab_size = max(self.library.get_vocab().values(), default=-1) + 1
         self.named_tokens = named_tokens(self.library, self._said.config)
         token = self.named_tokens.get("eos_token")
         if token is None and needs_end:
-            raise DataError(f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take")
+            raise DataError(
+                f"{path}: has no usual end-of-document token like {END_OF_DOCUMENT}; name the one to take"
+            )
         self.end_of_document = -1 if token is None else int(self.library.token_to_id(token))
         begin = self.token_id(self.named_tokens.get("bos_token", ""))
         self.begin_of_document = -1 if begin is None else begin  # -1: its files name none
         added = self.library.get_added_tokens_decoder()
         special = (number for number, token in added.items() if token.special)
-        self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {-1}
+        self.special_ids = frozenset((*special, self.begin_of_document, self.end_of_document)) - {
+            -1
+        }
 
-    def __reduce__(self) -> Any:  # the library's tokenizer would lose its options on the way to a worker
+    def __reduce__(
+        self,
+    ) -> Any:  # the library's tokenizer would lose its options on the way to a worker
         return JsonTokenizer, (self.path, not self.library.encode_special_tokens, False, self._said)
 
     def token_id(self, token: str) -> int | None:
@@ -133,7 +164,8 @@ class JsonTokenizer:
         return found
 
     def encode(self, text: str, template: bool = False) -> list[int]:
-        """Encode a text; `template` adds the tokens that the file puts around it, such as a leading <s>."""
+        """Encode a text; `template` adds the tokens that the file puts around it, such as a leading
+        <s>."""
         return list(self.library.encode(text, add_special_tokens=template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -143,8 +175,11 @@ class JsonTokenizer:
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
-        """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in the loss."""
-        for encoding, text in zip(self.library.encode_batch(texts, add_special_tokens=False), texts, strict=True):
+        """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in
+        the loss."""
+        for encoding, text in zip(
+            self.library.encode_batch(texts, add_special_tokens=False), texts, strict=True
+        ):
             ids = np.array(encoding.ids, np.int64)
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             starts, ends = places.T
@@ -152,19 +187,23 @@ class JsonTokenizer:
             yield np.where(np.logical_or.reduce([ids < 0, *inside]), ids, ~ids)
 
     def decode(self, ids: Iterable[int], with_end: bool = False) -> str:
-        """Decode ids; bytes that are not UTF-8 become U+FFFD. with_end: show end-of-document tokens."""
+        """Decode ids; bytes that are not UTF-8 become U+FFFD. with_end: show end-of-document
+        tokens."""
         visible = [int(number) for number in ids if with_end or number != self.end_of_document]
         return str(self.library.decode(visible, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special tokens.
+        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special
+        tokens.
 
-        In a byte-level vocabulary each character is a byte; elsewhere, count what a token adds after another token. A
-        byte-fallback token such as <0x0A> is one byte.
+        In a byte-level vocabulary each character is a byte; elsewhere, count what a token adds
+        after another token. A byte-fallback token such as <0x0A> is one byte.
         """
         added = self.library.get_added_tokens_decoder()
         vocabulary, counts = self.library.get_vocab(), np.zeros(self.vocab_size, dtype=np.int64)
-        anchor = max((token for token in vocabulary if token.isascii() and token.isalpha()), default="")
+        anchor = max(
+            (token for token in vocabulary if token.isascii() and token.isalpha()), default=""
+        )
         is_byte_level = '"ByteLevel"' in json.dumps(json.loads(self.library.to_str())["decoder"])
         for token, number in vocabulary.items():
             if number in added:
@@ -185,25 +224,36 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(
-    path: str, special_tokens: bool = False, needs_end: bool = True, said: TokenizerFiles | None = None
+    path: str,
+    special_tokens: bool = False,
+    needs_end: bool = True,
+    said: TokenizerFiles | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer named `byte`, or a `tokenizer.json` as JsonTokenizer does. Raises: its errors."""
+    """Load the tokenizer named `byte`, or a `tokenizer.json` as JsonTokenizer does. Raises: its
+    errors."""
     return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, needs_end, said)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTokenizer:
-    """Train a byte-level BPE with `vocab_size` tokens, including the end of a document, and write it to `path`.
+    """Train a byte-level BPE with `vocab_size` tokens, including the end of a document, and write
+    it to `path`.
 
-    The same texts give the same file. The tokenizer encodes and decodes every text exactly, also unseen ones.
+    The same texts give the same file. The tokenizer encodes and decodes every text exactly, also
+    unseen ones.
 
-    Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be written.
+    Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be
+    written.
     """
     from tokenizers import pre_tokenizers, trainers
 
     if vocab_size > LARGEST_VOCABULARY:
-        raise UsageError(f"a vocabulary of {vocab_size} is too large: at most {LARGEST_VOCABULARY} tokens")
+        raise UsageError(
+            f"a vocabulary of {vocab_size} is too large: at most {LARGEST_VOCABULARY} tokens"
+        )
     if vocab_size < ByteTokenizer.vocab_size:
-        raise UsageError(f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens")
+        raise UsageError(
+            f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens"
+        )
     tokenizer = _byte_level_bpe({}, use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -219,10 +269,18 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
 def files_beside(tokenizer_file: Path) -> list[Path]:
     """Return the files of BESIDE in the folder of a tokenizer.json.
 
-    Without a special_tokens_map.json that takes a token back: exports name the one that training takes.
+    Without a special_tokens_map.json that takes a token back: exports name the one that training
+    takes.
     """
-    found = (path for pattern in BESIDE for path in sorted(tokenizer_file.parent.glob(pattern)) if path.is_file())
-    return [path for path in found if path.name != SPECIAL_MAP or None not in read_object(path).values()]
+    found = (
+        path
+        for pattern in BESIDE
+        for path in sorted(tokenizer_file.parent.glob(pattern))
+        if path.is_file()
+    )
+    return [
+        path for path in found if path.name != SPECIAL_MAP or None not in read_object(path).values()
+    ]
 
 
 def without_dropout(content: bytes) -> bytes:
@@ -236,16 +294,19 @@ def copy_tokenizer(
 ) -> dict[str, int | None]:
     """Copy a tokenizer into an export so that transformers loads it.
 
-    keep_class: of those that split text anew, too; else the class is one that gives the ids of tokenizer.json.
+    keep_class: of those that split text anew, too; else the class is one that gives the ids of
+    tokenizer.json.
 
-    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the source. A
-    tokenizer_config.json in that folder is copied, with a class and an end of document added if it names none. If
-    the source is not called tokenizer.json, the other files may belong to another tokenizer: only the special tokens of
-    the tokenizer_config.json are used, unless it is named after the source (see `config_beside`). A tokenizer without
-    an end of document is copied without one.
+    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the
+    source. A tokenizer_config.json in that folder is copied, with a class and an end of document
+    added if it names none. If the source is not called tokenizer.json, the other files may belong
+    to another tokenizer: only the special tokens of the tokenizer_config.json are used, unless it
+    is named after the source (see `config_beside`). A tokenizer without an end of document is
+    copied without one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.
-    Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be written.
+    Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be
+    written.
     """
     source, directory = Path(tokenizer_file), Path(directory)
     said = read_files(source)
@@ -256,7 +317,11 @@ def copy_tokenizer(
     config = read_object(beside) if is_whole or beside.name != CONFIG_NAME else {}
     config = config or {"clean_up_tokenization_spaces": False}
     kind = config.get("tokenizer_class")
-    own = {} if kind in PLAIN_CLASSES or (keep_class and kind) else {"tokenizer_class": PLAIN_CLASSES[0]}
+    own = (
+        {}
+        if kind in PLAIN_CLASSES or (keep_class and kind)
+        else {"tokenizer_class": PLAIN_CLASSES[0]}
+    )
     changed = config | tokens | own
     content = beside.read_bytes() if changed == config else json.dumps(changed, indent=2).encode()
     replace_file(directory / CONFIG_NAME, content)
@@ -267,7 +332,8 @@ def copy_tokenizer(
         with reading(path):
             replace_file(target, path.read_bytes())
     return {
-        f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None for key in ("bos_token", "eos_token")
+        f"{key}_id": tokenizer.token_to_id(tokens[key]) if key in tokens else None
+        for key in ("bos_token", "eos_token")
     }
 
 
@@ -294,7 +360,9 @@ def tokenizer_json(path: str | Path) -> bytes:
             raise DataError(f"{path}: is a folder; give the tokenizer.json in it")
         with reading(path):
             return path.read_bytes()
-    tokenizer = _byte_level_bpe({symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False)
+    tokenizer = _byte_level_bpe(
+        {symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False
+    )
     tokenizer.add_special_tokens([END_OF_DOCUMENT])
     assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
     return bytes(tokenizer.to_str(pretty=True).encode())
@@ -315,7 +383,8 @@ def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file holds none, cannot be read or is larger than LARGEST_OBJECT_BYTES."""
+    """Read a JSON object; empty if the file holds none, cannot be read or is larger than
+    LARGEST_OBJECT_BYTES."""
     try:
         if path.stat().st_size > LARGEST_OBJECT_BYTES:
             return {}
@@ -326,15 +395,22 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def config_beside(tokenizer_file: Path) -> Path:
-    """Return the place of a tokenizer's configuration; `x.tokenizer_config.json` of `x.tokenizer.json` comes first."""
+    """Return the place of a tokenizer's configuration; `x.tokenizer_config.json` of
+    `x.tokenizer.json` comes first."""
     own = tokenizer_file.with_name(tokenizer_file.name.removesuffix("tokenizer.json") + CONFIG_NAME)
-    return own if own.is_file() or str(tokenizer_file) == BYTE else tokenizer_file.with_name(CONFIG_NAME)
+    return (
+        own
+        if own.is_file() or str(tokenizer_file) == BYTE
+        else tokenizer_file.with_name(CONFIG_NAME)
+    )
 
 
 def read_files(tokenizer_file: str | Path) -> TokenizerFiles:
-    """Read a tokenizer.json, or `byte`, and its configuration with the special tokens that the files beside it name.
+    """Read a tokenizer.json, or `byte`, and its configuration with the special tokens that the
+    files beside it name.
 
-    As in transformers, a special_tokens_map.json comes first, unless the configuration lists all added tokens.
+    As in transformers, a special_tokens_map.json comes first, unless the configuration lists all
+    added tokens.
 
     Raises: DataError if the tokenizer.json cannot be read.
     """
@@ -348,7 +424,8 @@ def read_files(tokenizer_file: str | Path) -> TokenizerFiles:
 def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a configuration names.
 
-    `eos_token` is always one of the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if any.
+    `eos_token` is always one of the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if
+    any.
     """
     tokens = {
         key: value.get("content") if isinstance(value, dict) else value
@@ -362,7 +439,8 @@ def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
-    """Make a BPE over bytes without merges; `use_regex` keeps later merges within words, as in GPT-2."""
+    """Make a BPE over bytes without merges; `use_regex` keeps later merges within words, as in
+    GPT-2."""
     from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -375,8 +453,8 @@ def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
 def _byte_symbols() -> list[str]:
     """Return the printable character that stands for each byte in a byte-level BPE.
 
-    Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the other bytes are numbered
-    from U+0100 on.
+    Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the
+    other bytes are numbered from U+0100 on.
     """
     from tokenizers import pre_tokenizers
 

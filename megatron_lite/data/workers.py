@@ -1,8 +1,9 @@
 """Loader workers: processes that read micro-batches ahead of the training loop.
 
-Each worker has one pipe. The parent sends the first index and the number of samples of a micro-batch; the worker
-answers with the samples, or with the error. Without shared memory and helper threads, which `DataLoader` uses, neither
-a small /dev/shm nor a killed worker can hang the run: the parent waits for the pipe and the worker's death together.
+Each worker has one pipe. The parent sends the first index and the number of samples of a
+micro-batch; the worker answers with the samples, or with the error. Without shared memory and
+helper threads, which `DataLoader` uses, neither a small /dev/shm nor a killed worker can hang the
+run: the parent waits for the pipe and the worker's death together.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ Request = tuple[int, int]  # first index and number of samples (0 or more) of a 
 
 POLL_S = 0.1  # a worker that answers or dies ends the wait immediately
 
-# Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do (usually save, then
-# stop) and needs its workers until then; a worker ends when its parent closes the pipe, kills it, or dies.
+# Terminals, torchrun and Slurm send these to a whole process group. The parent decides what to do
+# (usually save, then stop) and needs its workers until then; a worker ends when its parent closes
+# the pipe, kills it, or dies.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Workers:
-    """A pool of loader workers that reads micro-batches in order; `close` may be called at any time."""
+    """A pool of loader workers that reads micro-batches in order; `close` may be called at any
+    time."""
 
     def __init__(
         self,
@@ -43,18 +46,22 @@ class Workers:
         context: str,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the workers, which together read up to `num_workers * prefetch_factor` micro-batches ahead.
+        """Start the workers, which together read up to `num_workers * prefetch_factor`
+        micro-batches ahead.
 
         while_waiting: called every POLL_S while the parent waits for a worker; it may raise.
 
         Raises: WorkerError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
-        first = list(itertools.islice(requests, num_workers))  # no more workers than there are requests
+        first = list(
+            itertools.islice(requests, num_workers)
+        )  # no more workers than there are requests
         self._requests = itertools.chain(first, requests)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._ahead, self._sent = len(first) * prefetch_factor, 0
-        # Runs at interpreter exit before multiprocessing joins its children, which ignore its SIGTERM.
+        # Runs at interpreter exit before multiprocessing joins its children, which ignore its
+        # SIGTERM.
         self._finalizer = util.Finalize(self, _end, args=(self._workers,), exitpriority=10)
         with signals_held():
             for number in range(len(first)):
@@ -137,12 +144,15 @@ def how_it_ended(process: BaseProcess, flag: str) -> str:
     if code is None or code >= 0:
         return f"ended unexpectedly with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"was killed by {name}" + (f", often for memory: try fewer {flag}" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (
+        f", often for memory: try fewer {flag}" if name == "SIGKILL" else ""
+    )
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Block signals while workers start: a child inherits the mask and is safe until it ignores them itself."""
+    """Block signals while workers start: a child inherits the mask and is safe until it ignores
+    them itself."""
     resource_tracker.ensure_running()  # starting it later would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
@@ -159,7 +169,8 @@ def ignore_signals() -> None:
 
 
 def end_with_parent() -> None:
-    """Wait for the parent's end, and end this process at once; for a thread of a worker that is busy."""
+    """Wait for the parent's end, and end this process at once; for a thread of a worker that is
+    busy."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a worker"
     parent.join()
@@ -183,5 +194,7 @@ def _work(connection: Connection, spare: Connection | None, reader: Reader) -> N
             except Exception as error:  # report everything to the parent
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{place.filename}, line {place.lineno}"
-                answer = WorkerError(f"a data worker failed: {type(error).__name__}: {error} ({where})")
+                answer = WorkerError(
+                    f"a data worker failed: {type(error).__name__}: {error} ({where})"
+                )
             connection.send(answer)

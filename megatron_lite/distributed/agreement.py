@@ -1,4 +1,5 @@
-"""Turn a failure on one rank into the same failure on all ranks, so that no rank waits for one that is gone."""
+"""Turn a failure on one rank into the same failure on all ranks, so that no rank waits for one that
+is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ MEETING_S = 5.0  # between agreements while ranks wait for rank 0
 
 
 def together(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run an action on every rank; if it fails on any rank, raise the lowest failed rank's error on all ranks.
+    """Run an action on every rank; if it fails on any rank, raise the lowest failed rank's error on
+    all ranks.
 
     An unexpected error (a bug) is raised where it happens; the other ranks lose that peer.
     """
@@ -29,10 +31,11 @@ def together(distributed: Distributed, action: Callable[[], T]) -> T:
 
 
 def rank_0_works(distributed: Distributed | None, action: Callable[[], T]) -> T:
-    """Run a long action on rank 0 while the other ranks wait; return its JSON-able result on every rank.
+    """Run a long action on rank 0 while the other ranks wait; return its JSON-able result on every
+    rank.
 
-    Agreeing every few seconds keeps the collective time-out from limiting the action, and detects a lost rank.
-    distributed: None in a command, which has no ranks.
+    Agreeing every few seconds keeps the collective time-out from limiting the action, and detects a
+    lost rank. distributed: None in a command, which has no ranks.
     """
     if distributed is None:
         return action()
@@ -47,18 +50,26 @@ def rank_0_works(distributed: Distributed | None, action: Callable[[], T]) -> T:
 
 
 def raise_first(distributed: Distributed, failure: RunError | None) -> None:
-    """Raise the lowest rank's failure on all ranks; rank 0 reports it. failure: this rank's, or None."""
-    _raise_first(distributed.gather_objects(None if failure is None else _describe_expected(failure)))
+    """Raise the lowest rank's failure on all ranks; rank 0 reports it. failure: this rank's, or
+    None."""
+    _raise_first(
+        distributed.gather_objects(None if failure is None else _describe_expected(failure))
+    )
 
 
 def write_together(
-    distributed: Distributed, what: str, path: Path, action: Callable[[], Any], bytes_needed: int = 0
+    distributed: Distributed,
+    what: str,
+    path: Path,
+    action: Callable[[], Any],
+    bytes_needed: int = 0,
 ) -> list[Any]:
-    """Run an action that writes to `path` on every rank; return the JSON-able results in rank order.
+    """Run an action that writes to `path` on every rank; return the JSON-able results in rank
+    order.
 
     Raises:
-        StorageError: on every rank, if the action raised OSError on any rank; names rank, path, reason, bytes needed
-            and bytes free.
+        StorageError: on every rank, if the action raised OSError on any rank; names rank, path,
+            reason, bytes needed and bytes free.
         RunError: on every rank, if the action raised one on any rank.
         Exception: any other error, unchanged, on the rank where it happened.
     """
@@ -74,7 +85,9 @@ def write_together(
     if failed and not isinstance(failed[0], OSError):
         raise failed[0]
     _raise_first([None if isinstance(failure, str) else failure for failure in failures])
-    problems = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+    problems = [
+        f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None
+    ]
     if problems:
         raise StorageError(
             f"cannot save {what}: {'; '.join(problems)}. Earlier files are untouched: free some space or make the "
@@ -84,7 +97,8 @@ def write_together(
 
 
 def first_problem(distributed: Distributed, action: Callable[[], None]) -> str | None:
-    """Run a reading action on every rank; return the problem of the lowest rank that has one, or None."""
+    """Run a reading action on every rank; return the problem of the lowest rank that has one, or
+    None."""
     _, problems = _attempt(distributed, action, _describe_read)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -92,7 +106,8 @@ def first_problem(distributed: Distributed, action: Callable[[], None]) -> str |
 def _attempt(
     distributed: Distributed, action: Callable[[], T], describe: Callable[[Exception], Any]
 ) -> tuple[T | None, list[Any]]:
-    """Run an action on every rank; return this rank's result and every rank's described failure (None: success).
+    """Run an action on every rank; return this rank's result and every rank's described failure
+    (None: success).
 
     An exception for which `describe` returns None is raised immediately.
     """
@@ -110,7 +125,9 @@ def _raise_first(failures: list[Any]) -> None:
     for rank, failure in enumerate(failures):
         if failure is not None:
             kind, message, recorded = failure
-            error: RunError = getattr(errors, kind)(message if rank == 0 else f"rank {rank}: {message}")
+            error: RunError = getattr(errors, kind)(
+                message if rank == 0 else f"rank {rank}: {message}"
+            )
             error.agreed, error.recorded = True, recorded
             raise error
 
@@ -135,4 +152,6 @@ def _describe_write(error: Exception, path: Path, bytes_needed: int) -> str:
 def _describe_read(error: Exception) -> str | None:
     if isinstance(error, DamagedError | RotatedError):
         return str(error)
-    return f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else None
+    return (
+        f"{error.filename or ''}: {error.strerror or error}" if isinstance(error, OSError) else None
+    )

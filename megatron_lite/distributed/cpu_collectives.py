@@ -12,7 +12,8 @@ from megatron_lite.distributed.traffic import Handle
 
 
 class Works:
-    """Handle of a collective that consists of several transfers; finished already if there are none."""
+    """Handle of a collective that consists of several transfers; finished already if there are
+    none."""
 
     def __init__(self, works: Sequence[Handle] = ()) -> None:
         self._works = works
@@ -26,9 +27,10 @@ class Works:
 class PairwiseSum:
     """A reduction over ranks: chunks arrive from every peer and are added in rank order.
 
-    slices: (world_size, n); peer p receives slice p, and slice `rank` becomes the sum. If all slices alias one buffer,
-    this is an all-reduce in which every rank sends its whole buffer. scratch: (slots, world_size - 1, chunk_numel).
-    All sends and the first receives, one per slot, are posted immediately and overlap with computation; `wait` adds.
+    slices: (world_size, n); peer p receives slice p, and slice `rank` becomes the sum. If all
+    slices alias one buffer, this is an all-reduce in which every rank sends its whole buffer.
+    scratch: (slots, world_size - 1, chunk_numel). All sends and the first receives, one per slot,
+    are posted immediately and overlap with computation; `wait` adds.
     """
 
     def __init__(self, slices: Tensor, scratch: Tensor, rank: int, group: Any, tag: int) -> None:
@@ -45,7 +47,9 @@ class PairwiseSum:
             for peer in self._peers
             for index, chunk in enumerate(slices[peer].split(self._chunk_numel))
         ]
-        self._receives = [self._receive(index) for index in range(min(len(scratch), len(self._chunks)))]
+        self._receives = [
+            self._receive(index) for index in range(min(len(scratch), len(self._chunks)))
+        ]
 
     def _receive(self, index: int) -> list[Any]:
         numel, slot = self._chunks[index].numel(), self._scratch[index % len(self._scratch)]
@@ -61,12 +65,14 @@ class PairwiseSum:
         for index, own in enumerate(self._chunks):
             for work in self._receives[index]:
                 work.wait()
-            add_in_rank_order(own, self._rank, list(self._scratch[index % len(self._scratch)][:, : own.numel()]))
+            add_in_rank_order(
+                own, self._rank, list(self._scratch[index % len(self._scratch)][:, : own.numel()])
+            )
             if index + len(self._scratch) < len(self._chunks):
                 self._receives.append(self._receive(index + len(self._scratch)))
         self._finish_sends()
-        # A caller may keep a finished handle. It must not keep alive the buffer, which may hold activations, the
-        # transfers, or the group, whose last reference `Distributed.close` drops.
+        # A caller may keep a finished handle. It must not keep alive the buffer, which may hold
+        # activations, the transfers, or the group, whose last reference `Distributed.close` drops.
         self._chunks = []
         self._receives = []
         self._group = None
@@ -78,7 +84,8 @@ class PairwiseSum:
 
 
 def add_in_rank_order(own: Tensor, rank: int, others: list[Tensor]) -> None:
-    """Compute own = others[0] + ... + own + ... + others[-1] with own at position `rank`; overwrite `others`."""
+    """Compute own = others[0] + ... + own + ... + others[-1] with own at position `rank`; overwrite
+    `others`."""
     if rank > 0:
         total = others[0]
         for other in others[1:rank]:

@@ -1,15 +1,18 @@
-"""Ranks watch each other through a store: which have joined, which are lost, and what each is doing.
+"""Ranks watch each other through a store: which have joined, which are lost, and what each is
+doing.
 
-The store is a small server on torchrun's first node, or in rank 0 without torchrun. The ranks meet there before any of
-them can block on another inside a library. Every wait here polls, so that the death of a local rank or of the store is
-noticed within seconds.
+The store is a small server on torchrun's first node, or in rank 0 without torchrun. The ranks meet
+there before any of them can block on another inside a library. Every wait here polls, so that the
+death of a local rank or of the store is noticed within seconds.
 
-After the meeting a thread watches, because a collective notices a lost peer only when it reaches that peer, and inside
-a library only after the time-out. Once a second the thread checks the local processes, reads from the store whether
-another machine has lost a rank or was told to stop, and writes there what this rank is doing. It does so whatever the
-rank waits for, a file system that hangs too. So a machine from which nothing is heard for --distributed_timeout cannot
-be reached: rank 0 looks for such machines, and ranks of other machines whether the store, on the first one, answers.
-Time is counted in looks, so that neither a clock that jumps nor a pause of the process that looks is a silence.
+After the meeting a thread watches, because a collective notices a lost peer only when it reaches
+that peer, and inside a library only after the time-out. Once a second the thread checks the local
+processes, reads from the store whether another machine has lost a rank or was told to stop, and
+writes there what this rank is doing. It does so whatever the rank waits for, a file system that
+hangs too. So a machine from which nothing is heard for --distributed_timeout cannot be reached:
+rank 0 looks for such machines, and ranks of other machines whether the store, on the first one,
+answers. Time is counted in looks, so that neither a clock that jumps nor a pause of the process
+that looks is a silence.
 """
 
 from __future__ import annotations
@@ -37,11 +40,20 @@ from megatron_lite.config.values import abridged
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
-from megatron_lite.errors import PeerError, RunError, UnreachableError, UsageError, is_lost_peer, lost_peer, shorten
+from megatron_lite.errors import (
+    PeerError,
+    RunError,
+    UnreachableError,
+    UsageError,
+    is_lost_peer,
+    lost_peer,
+    shorten,
+)
 
 POLL_S = 0.1  # between polls of the store while the ranks meet
 LOOK_S = 1.0  # between checks of the local processes
-# A collective may notice too, with the library's message, and a rank that failed by itself writes its reason.
+# A collective may notice too, with the library's message, and a rank that failed by itself writes
+# its reason.
 GRACE_S = 2.0
 READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
 END_S = 5.0  # limit on joining the thread, and on one attempt to connect
@@ -69,11 +81,14 @@ class MeetingPoint:
 
     def lost(self, error: RuntimeError) -> PeerError:
         """Return the error to report when the store does not answer."""
-        return lost_peer(error, f"lost {self.owner}, where the ranks meet ({self}); see its own message")
+        return lost_peer(
+            error, f"lost {self.owner}, where the ranks meet ({self}); see its own message"
+        )
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn a backend's error in a block into the one to report when the store does not answer."""
+        """Turn a backend's error in a block into the one to report when the store does not
+        answer."""
         try:
             yield
         except RuntimeError as error:
@@ -132,9 +147,14 @@ def _wait_for_listener(point: MeetingPoint, timeout_s: float) -> None:
 
 
 def connect(
-    point: MeetingPoint, world_size: int, timeout_s: float, hosts: bool = False, descriptor: int | None = None
+    point: MeetingPoint,
+    world_size: int,
+    timeout_s: float,
+    hosts: bool = False,
+    descriptor: int | None = None,
 ) -> Any:
-    """Connect to the store. A blocked call blocks other threads on the same connection, but not on another.
+    """Connect to the store. A blocked call blocks other threads on the same connection, but not on
+    another.
 
     hosts: first open the store, on the socket `descriptor` or on all addresses of this machine.
     """
@@ -153,22 +173,31 @@ def connect(
 
 @contextlib.contextmanager
 def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
-    """Yield a socket listening on the host's address only; None if other machines may connect to another address.
+    """Yield a socket listening on the host's address only; None if other machines may connect to
+    another address.
 
-    torch itself would listen on all addresses, open to anybody. With several machines, rank 0's host name may resolve
-    to loopback on its own machine.
+    torch itself would listen on all addresses, open to anybody. With several machines, rank 0's
+    host name may resolve to loopback on its own machine.
     """
     family, address = socket.AF_INET, ""
     with contextlib.suppress(OSError):  # an unknown name
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
-        family, _, _, _, (name, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)  # IPv4 if it has one
+        family, _, _, _, (name, *_) = min(
+            found, key=lambda one: one[0] != socket.AF_INET
+        )  # IPv4 if it has one
         address = str(name)
-    here_only = point.host in ("localhost", address) and address and ipaddress.ip_address(address).is_loopback
+    here_only = (
+        point.host in ("localhost", address)
+        and address
+        and ipaddress.ip_address(address).is_loopback
+    )
     if not address or not (here_only or point.one_machine):
         yield None
         return
     with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a previous start may have just ended
+        server.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a previous start may have just ended
         try:
             server.bind((address, point.port))
         except OSError as error:
@@ -181,9 +210,10 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
 class Meeting:
     """The rendezvous of all ranks of a start, and what they tell each other about its end.
 
-    store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all ranks must have
-    alike, by name: [value, value as typed]. places: the processes of all ranks; empty before they have met. talk:
-    another connection, for any thread, whose calls do not block. silence_s: after which a machine cannot be reached.
+    store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all
+    ranks must have alike, by name: [value, value as typed]. places: the processes of all ranks;
+    empty before they have met. talk: another connection, for any thread, whose calls do not block.
+    silence_s: after which a machine cannot be reached.
     """
 
     def __init__(
@@ -203,12 +233,16 @@ class Meeting:
         self.world_size = world_size
         self.rank = own.rank
         values = json.dumps({name: value for name, (value, _) in options.items()}).encode()
-        self._own = own._replace(options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else "")
+        self._own = own._replace(
+            options=hashlib.blake2b(values, digest_size=8).hexdigest() if options else ""
+        )
         self._local_ranks = local_ranks
         self.timeout_s = timeout_s
         self._options = options
         self.places: Sequence[Place] = ()
-        self._entered = False  # before that, the store may be another run's, which must not hear of this rank
+        self._entered = (
+            False  # before that, the store may be another run's, which must not hear of this rank
+        )
         with point.errors():
             self.talk = connect(point, world_size, timeout_s)
 
@@ -232,10 +266,15 @@ class Meeting:
         is_common = isinstance(error, PeerError) or self.places
         message = str(error) if is_common else f"rank {self.rank}: {error}"
         said = json.dumps([type(error).__name__, message])
-        return error if self.talk.compare_set("end", "", said).decode() == said else self.announced() or error
+        return (
+            error
+            if self.talk.compare_set("end", "", said).decode() == said
+            else self.announced() or error
+        )
 
     def announced(self) -> RunError | None:
-        """Return why the start ends, as a rank has announced; None while it goes on. Rank 0 records it."""
+        """Return why the start ends, as a rank has announced; None while it goes on. Rank 0 records
+        it."""
         if not self.talk.check(["end"]):
             return None
         kind, message = json.loads(self.talk.get("end"))
@@ -253,7 +292,8 @@ class Meeting:
                 return
 
     def bounded(self, action: Callable[[], Any], limit_s: float = READ_S) -> Any:
-        """Call an action on the store in a thread; return None if the store fails, or does not answer in time."""
+        """Call an action on the store in a thread; return None if the store fails, or does not
+        answer in time."""
         results: list[Any] = []
 
         def work() -> None:
@@ -288,7 +328,9 @@ class Meeting:
 
     def _wait(self) -> None:
         deadline_s, look_s = time.monotonic() + self.timeout_s, 0.0
-        while (end := self.announced()) is None and (came := self.store.add("came", 0)) < self.world_size:
+        while (end := self.announced()) is None and (
+            came := self.store.add("came", 0)
+        ) < self.world_size:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 here = {place.rank for place in self._came(range(self.world_size))}
@@ -299,17 +341,25 @@ class Meeting:
                 )
             if now_s > look_s:
                 near = processes.neighbors(self._came(self._local_ranks), self._own)
-                # If rank 0 hosts the store, the next call above fails and reports its death, on every machine.
-                lost = [place for place in processes.gone(near) if place.rank > 0 or not self.point.hosted]
+                # If rank 0 hosts the store, the next call above fails and reports its death, on
+                # every machine.
+                lost = [
+                    place
+                    for place in processes.gone(near)
+                    if place.rank > 0 or not self.point.hosted
+                ]
                 if lost:
-                    raise PeerError(f"lost {processes.names(lost)} while the ranks were meeting; see its own message")
+                    raise PeerError(
+                        f"lost {processes.names(lost)} while the ranks were meeting; see its own message"
+                    )
                 look_s = now_s + LOOK_S
             time.sleep(POLL_S)
         if end is not None:
             raise end
 
     def _compare(self, options: Mapping[str, Sequence[str]]) -> None:
-        """Refuse options that differ between ranks: a hang, a wrong update or a crash inside a library would follow."""
+        """Refuse options that differ between ranks: a hang, a wrong update or a crash inside a
+        library would follow."""
         first = self.places[0]
         other = next((place for place in self.places if place.options != first.options), None)
         if other is None:
@@ -323,9 +373,12 @@ class Meeting:
         # What was not typed is derived from what was.
         pairs = {name: (a, b) for name, (a, b) in pairs.items() if a[1] != b[1]} or pairs
         shown = [
-            f"{name}={abridged(a)} on {other}, but {abridged(b)} on {first}" for name, ((a, _), (b, _)) in pairs.items()
+            f"{name}={abridged(a)} on {other}, but {abridged(b)} on {first}"
+            for name, ((a, _), (b, _)) in pairs.items()
         ]
-        raise UsageError(f"{shorten(shown, limit=3)}; start every rank with the same options and versions")
+        raise UsageError(
+            f"{shorten(shown, limit=3)}; start every rank with the same options and versions"
+        )
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
         """Return the places of the given ranks that have joined."""
@@ -343,12 +396,16 @@ def statuses(rows: Sequence[bytes]) -> list[Collective]:
 class PeerWatch:
     """The watching thread. Every rank must call `finish` before the first rank exits.
 
-    on_lost: called in the thread when a rank is lost or has announced the end; ends the process. on_request: called in
-    the thread when a rank requests all ranks' stacks.
+    on_lost: called in the thread when a rank is lost or has announced the end; ends the process.
+    on_request: called in the thread when a rank requests all ranks' stacks.
     """
 
     def __init__(
-        self, meeting: Meeting, progress: Progress, on_lost: Callable[[RunError], None], on_request: Callable[[], None]
+        self,
+        meeting: Meeting,
+        progress: Progress,
+        on_lost: Callable[[RunError], None],
+        on_request: Callable[[], None],
     ) -> None:
         self._meeting = meeting
         self._progress = progress
@@ -358,7 +415,9 @@ class PeerWatch:
         self._requests = 0
         self._store = meeting.talk
         own = meeting.places[meeting.rank].machine
-        self._far = [place for place in meeting.places if place.machine != own] if meeting.rank == 0 else []
+        self._far = (
+            [place for place in meeting.places if place.machine != own] if meeting.rank == 0 else []
+        )
         self._rows: dict[Place, bytes] = {}  # what they have written
         self._missed = collections.Counter[str]()  # looks in which nothing was heard from a machine
         self._looks = 0
@@ -379,14 +438,20 @@ class PeerWatch:
         self._meeting.bounded(lambda: self._meeting.store.add("requests", 1))
 
     def rows(self) -> list[bytes]:
-        """Return what every rank has written last, in rank order, see `statuses`; empty if the store is silent."""
+        """Return what every rank has written last, in rank order, see `statuses`; empty if the
+        store is silent."""
         keys = [f"at/{place.rank}" for place in self._meeting.places]
         return self._meeting.bounded(lambda: self._meeting.store.multi_get(keys)) or []
 
     def heard(self, rows: Sequence[bytes]) -> set[Place]:
-        """Return the ranks of this machine, and those that have written since `rows` were read, seconds ago."""
+        """Return the ranks of this machine, and those that have written since `rows` were read,
+        seconds ago."""
         places = self._meeting.places
-        moved = {place for place, before, now in zip(places, rows, self.rows(), strict=False) if before != now}
+        moved = {
+            place
+            for place, before, now in zip(places, rows, self.rows(), strict=False)
+            if before != now
+        }
         return moved | set(self._neighbors)
 
     def _run(self) -> None:
@@ -422,8 +487,14 @@ class PeerWatch:
 
     def _silent(self) -> list[Place]:
         """Return the ranks of machines from which none has written for too long."""
-        rows = self._store.multi_get([f"at/{place.rank}" for place in self._far]) if self._far else []
-        heard = {place.machine for place, row in zip(self._far, rows, strict=True) if self._rows.get(place) != row}
+        rows = (
+            self._store.multi_get([f"at/{place.rank}" for place in self._far]) if self._far else []
+        )
+        heard = {
+            place.machine
+            for place, row in zip(self._far, rows, strict=True)
+            if self._rows.get(place) != row
+        }
         self._rows = dict(zip(self._far, rows, strict=True))
         for machine in {place.machine for place in self._far}:
             self._missed[machine] = 0 if machine in heard else self._missed[machine] + 1
@@ -436,11 +507,15 @@ class PeerWatch:
             missed, looks = missed + 1 if looks == self._looks else 0, self._looks
             if self._is_over(missed):
                 point = self._meeting.point
-                return self._on_lost(self._unreachable(f"{point.owner}, where the ranks meet ({point}),"))
+                return self._on_lost(
+                    self._unreachable(f"{point.owner}, where the ranks meet ({point}),")
+                )
 
     def _is_over(self, missed_looks: int) -> bool:
         return missed_looks * LOOK_S > self._meeting.silence_s
 
     def _unreachable(self, who: str) -> UnreachableError:
         limit = f"--distributed_timeout={self._meeting.silence_s:g} s"
-        return UnreachableError(f"{who} cannot be reached, or the machine hangs: nothing was heard for {limit}")
+        return UnreachableError(
+            f"{who} cannot be reached, or the machine hangs: nothing was heard for {limit}"
+        )

@@ -22,8 +22,8 @@ _HEAD = 8
 class PipelineGroup(Group):
     """A group whose ranks send each other tensors.
 
-    messages: process groups for tensors to lower and to higher ranks. A pair of ranks sends in both directions at once,
-    which NCCL can only do in two groups.
+    messages: process groups for tensors to lower and to higher ranks. A pair of ranks sends in both
+    directions at once, which NCCL can only do in two groups.
     """
 
     messages: tuple[Any, ...] = ()
@@ -35,19 +35,25 @@ class PipelineGroup(Group):
         return self.traffic.started("send", tensor, work, tensor.nbytes)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
-        """Start receiving into a contiguous tensor. A pair's messages arrive in the order in which they are sent."""
+        """Start receiving into a contiguous tensor. A pair's messages arrive in the order in which
+        they are sent."""
         group, tag = self.messages[peer < self.rank], self._next_message("receive", peer)
         work: Any = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
         return self.traffic.started("receive", tensor, work, 0)
 
     def from_owner(self, tensor: Tensor | None, owner: int) -> Tensor:
-        """Return rank `owner`'s tensor on every rank; the others pass None. Several ranks read the device."""
+        """Return rank `owner`'s tensor on every rank; the others pass None. Several ranks read the
+        device."""
         if self.rank == owner:
             assert tensor is not None
             if peers := [peer for peer in range(self.world_size) if peer != owner]:
-                head = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape], device=self.device)
+                head = torch.tensor(
+                    [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape], device=self.device
+                )
                 head = torch.nn.functional.pad(head, (0, _HEAD - len(head)))
-                for handle in [self.send(it.contiguous(), peer) for peer in peers for it in (head, tensor)]:
+                for handle in [
+                    self.send(it.contiguous(), peer) for peer in peers for it in (head, tensor)
+                ]:
                     handle.wait()
             return tensor
         head = torch.empty(_HEAD, dtype=torch.int64, device=self.device)
@@ -62,7 +68,9 @@ class PipelineGroup(Group):
         one = torch.zeros(1, device=self.device)
         for low, high in itertools.combinations(range(self.world_size), 2):
             if self.rank in (low, high):
-                first, second = (self.send, self.receive) if self.rank == low else (self.receive, self.send)
+                first, second = (
+                    (self.send, self.receive) if self.rank == low else (self.receive, self.send)
+                )
                 first(one, high + low - self.rank).wait()
                 second(one, high + low - self.rank).wait()
 

@@ -20,14 +20,15 @@ from megatron_lite.errors import is_lost_peer, lost_peer
 
 
 class Distributed(Group):
-    """The group of all ranks: rank, device, collectives, and the groups that divide it (see `grid.py`).
+    """The group of all ranks: rank, device, collectives, and the groups that divide it (see
+    `grid.py`).
 
     Args:
         local_world_size: number of ranks on this machine.
         cpu_group: gloo group with the long time-out, for agreement between hosts.
         group: NCCL or gloo group for the collectives of a step.
-        watch: enforces the step time-out on a GPU; None on CPU, where the collectives have the time-out themselves.
-        progress: what this rank is doing, for other threads.
+        watch: enforces the step time-out on a GPU; None on CPU, where the collectives have the
+        time-out themselves. progress: what this rank is doing, for other threads.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Distributed(Group):
         super().__init__(rank, world_size, device, group, Traffic(progress, device.type), watch)
         self.progress = self.traffic.progress
         self.local_world_size = local_world_size
-        self.sharing_cores = local_world_size  # ranks that may use this rank's cores, itself included
+        self.sharing_cores = (
+            local_world_size  # ranks that may use this rank's cores, itself included
+        )
         self._cpu_group = cpu_group
         self.pipeline = one_pipeline_rank(device)  # pipeline-parallel ranks
         self.layers: Group = self  # data and tensor-parallel ranks: those with the same layers
@@ -53,15 +56,18 @@ class Distributed(Group):
         self.replicate: Group = alone(device)  # those with the same place in other such groups
         self.tensor: Group = alone(device)  # tensor-parallel ranks
         self.groups: list[Group] = [self]  # all groups of this rank
-        self.nodes = 1  # machines with equally many ranks each, where --data_parallel_shard rests on them
+        self.nodes = (
+            1  # machines with equally many ranks each, where --data_parallel_shard rests on them
+        )
         self.places: Any = None  # of all ranks: see `grid.Coordinates`
 
     def close(self) -> None:
         """Destroy the process groups, after the last collective has finished.
 
-        After a collective, a gloo thread drops its references to the tensors, which needs the GIL. If the thread still
-        waits for the GIL when the interpreter exits, Python kills it inside a destructor, and the process dies of
-        SIGABRT. A group joins its threads when its last reference goes; `destroy_process_group` drops torch's own.
+        After a collective, a gloo thread drops its references to the tensors, which needs the GIL.
+        If the thread still waits for the GIL when the interpreter exits, Python kills it inside a
+        destructor, and the process dies of SIGABRT. A group joins its threads when its last
+        reference goes; `destroy_process_group` drops torch's own.
         """
         for group in self.groups:
             group.group = None
@@ -69,19 +75,22 @@ class Distributed(Group):
         del self._cpu_group
         dist.destroy_process_group()
 
-    # -- waiting for a GPU -------------------------------------------------------------------------------------------
+    # -- waiting for a GPU
+    # -------------------------------------------------------------------------------------------
 
     def end_step(self, compiles: bool = False) -> None:
         """Mark the end of a step on the GPU and wait for the end of the previous step.
 
         Raises:
-            PeerError: if the previous step does not end in time (see `StepWatch`); the methods below raise it too.
+            PeerError: if the previous step does not end in time (see `StepWatch`); the methods
+            below raise it too.
         """
         if self.watch is not None:
             self.watch.end_step(compiles)
 
     def wait_for_device(self) -> None:
-        """Wait for all queued work; call this before the host reads the device, because a read has no time-out."""
+        """Wait for all queued work; call this before the host reads the device, because a read has
+        no time-out."""
         if self.watch is not None:
             self.watch.end_step()
             self.watch.finish()
@@ -91,10 +100,12 @@ class Distributed(Group):
         if self.watch is not None:
             self.watch.has_ended()
 
-    # -- agreement between hosts, over gloo, with the long time-out ----------------------------------------------
+    # -- agreement between hosts, over gloo, with the long time-out
+    # ----------------------------------------------
 
     def agree_max(self, value: int) -> int:
-        """Return the maximum over ranks. Also keeps ranks within one step of each other while data is slow."""
+        """Return the maximum over ranks. Also keeps ranks within one step of each other while data
+        is slow."""
         return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def agree_sum(self, values: Sequence[int]) -> list[int]:
@@ -106,7 +117,8 @@ class Distributed(Group):
         self.agree_max(0)
 
     def wait_for_peers(self, limit_s: float) -> None:
-        """Wait for every rank before a failed run ends, for at most `limit_s`: a peer may be gone."""
+        """Wait for every rank before a failed run ends, for at most `limit_s`: a peer may be
+        gone."""
         with contextlib.suppress(Exception):
             work = dist.all_reduce(torch.zeros(1), group=self._cpu_group, async_op=True)
             work.wait(datetime.timedelta(seconds=limit_s))
@@ -126,11 +138,14 @@ class Distributed(Group):
 
     def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        self._finish(lambda: dist.all_reduce(tensor, operation, group=self._cpu_group, async_op=True))
+        self._finish(
+            lambda: dist.all_reduce(tensor, operation, group=self._cpu_group, async_op=True)
+        )
         return list(map(int, tensor.tolist()))
 
     def _finish(self, start: Callable[[], Any]) -> None:
-        """Start a collective over the CPU group and wait for it, or until a step on the GPU times out."""
+        """Start a collective over the CPU group and wait for it, or until a step on the GPU times
+        out."""
         self.progress.started("agreement", 0)
         with peer_errors():
             work = start()

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_lite.errors import shorten
 
-# The kernel closes the connections of a process before the process is gone; freeing a GPU's memory takes seconds.
+# The kernel closes the connections of a process before the process is gone; freeing a GPU's memory
+# takes seconds.
 LEAVING_S = 2.0
 POLL_S = 0.05
 PROC = Path("/proc")
@@ -45,8 +46,8 @@ def own_place(rank: int) -> Place:
 def own_cores() -> frozenset[int]:
     """Return the cores that this process may use; empty if unknown.
 
-    Call this before torch is first imported: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY, OpenMP then binds
-    this thread to one core.
+    Call this before torch is first imported: with OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY,
+    OpenMP then binds this thread to one core.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     return frozenset(affinity(0)) if affinity is not None else frozenset()
@@ -55,13 +56,15 @@ def own_cores() -> frozenset[int]:
 def sharing_cores(places: Sequence[Place], rank: int, local_ranks: Sequence[int]) -> int:
     """Count the ranks, including `rank`, that may use a core of `rank`.
 
-    local_ranks: the ranks that the launcher starts on this machine; each may be in a container, which looks like a
-    separate machine.
+    local_ranks: the ranks that the launcher starts on this machine; each may be in a container,
+    which looks like a separate machine.
     """
     own = places[rank]
     near = [place for place in places if place.rank in local_ranks or place.machine == own.machine]
     known = all(place.cores for place in near)
-    shares = [place for place in near if place.rank != rank and (not known or place.cores & own.cores)]
+    shares = [
+        place for place in near if place.rank != rank and (not known or place.cores & own.cores)
+    ]
     return min(1 + len(shares), len(local_ranks))
 
 
@@ -71,7 +74,8 @@ def neighbors(places: Sequence[Place], own: Place) -> list[Place]:
 
 
 def gone(near: Sequence[Place], limit_s: float = 0.0) -> list[Place]:
-    """Return those ranks of this machine whose process has ended; wait up to `limit_s` for the first."""
+    """Return those ranks of this machine whose process has ended; wait up to `limit_s` for the
+    first."""
     deadline_s = time.monotonic() + limit_s
     while True:
         found = [place for place in near if has_ended(place.pid)]
@@ -96,7 +100,8 @@ def has_ended(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process (proc(5)): Z dead, T stopped, ...; empty if it is gone."""
+    """Return the kernel's letter for the state of a process (proc(5)): Z dead, T stopped, ...;
+    empty if it is gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -107,12 +112,14 @@ def process_state(pid: int) -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks since the boot; empty if it is gone or without /proc."""
+    """Return when a process started, in the kernel's ticks since the boot; empty if it is gone or
+    without /proc."""
     return "".join(stat_fields(pid)[19:20])
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on (proc(5)); empty if it is gone or without /proc."""
+    """Return the fields of /proc/<pid>/stat from the state on (proc(5)); empty if it is gone or
+    without /proc."""
     return proc_file(pid, "stat").decode("utf-8", "replace").rpartition(")")[2].split()
 
 
@@ -134,7 +141,8 @@ def kill_children(program: str) -> None:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if unknown."""
+    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if
+    unknown."""
     lines = proc_file("", "vmstat").decode().splitlines()
     return next((int(line[9:]) for line in lines if line.startswith("oom_kill ")), 0)
 
@@ -142,5 +150,7 @@ def oom_kills() -> int:
 def machine_name() -> str:
     """Return an identifier of this machine and PID namespace; the host name without /proc."""
     with contextlib.suppress(OSError):
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(PROC / "self/ns/pid")
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            PROC / "self/ns/pid"
+        )
     return socket.gethostname()

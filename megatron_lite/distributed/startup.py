@@ -26,8 +26,9 @@ from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Progress
 from megatron_lite.errors import UsageError
 
-# NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and version. Around a ring the
-# order is fixed for buffers of one size on one set of GPUs; Simple is the only protocol that works everywhere.
+# NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and
+# version. Around a ring the order is fixed for buffers of one size on one set of GPUs; Simple is
+# the only protocol that works everywhere.
 NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 _ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-node)"
 WARM_UP_NUMEL = 2**22  # large enough that NCCL takes the same path as for a step's buffers
@@ -39,11 +40,12 @@ def initialize(
     on_met: Callable[[Meeting], None] = lambda _: None,
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Distributed:
-    """Join the process group that torchrun describes in the environment; without torchrun, a group of one rank.
+    """Join the process group that torchrun describes in the environment; without torchrun, a group
+    of one rank.
 
-    on_met: called as soon as this rank can talk to the others, and again once all ranks have met, before they connect
-    to each other; not called for a group of one. options: what all ranks must have alike, see `config.values.alike`;
-    versions are added.
+    on_met: called as soon as this rank can talk to the others, and again once all ranks have met,
+    before they connect to each other; not called for a group of one. options: what all ranks must
+    have alike, see `config.values.alike`; versions are added.
     """
     environment = os.environ
     rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
@@ -58,7 +60,9 @@ def initialize(
     versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
     alike = {**versions, **options}
     silence_s = config.distributed_timeout
-    meeting = Meeting(point, store, own_place(rank), world_size, local_ranks, timeout_s, alike, silence_s)
+    meeting = Meeting(
+        point, store, own_place(rank), world_size, local_ranks, timeout_s, alike, silence_s
+    )
     on_met(meeting)
     meeting.enter()
 
@@ -76,7 +80,8 @@ def meeting_point() -> MeetingPoint:
     """Return the store that the launcher describes in the environment."""
     environment = os.environ
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # A single torchrun may keep its store when it restarts its ranks; several torchruns count restarts separately.
+    # A single torchrun may keep its store when it restarts its ranks; several torchruns count
+    # restarts separately.
     alone = (environment.get("GROUP_WORLD_SIZE") or "1") == "1"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -100,8 +105,8 @@ def join(
         meet: waits for all ranks and returns their store; None for a single rank.
 
     Raises:
-        UsageError: if the requested device or --symmetric_memory is unavailable, or the launcher's port is in use.
-        PeerError: if the peers do not join within --startup_timeout.
+        UsageError: if the requested device or --symmetric_memory is unavailable, or the launcher's
+        port is in use. PeerError: if the peers do not join within --startup_timeout.
     """
     if config.deterministic:
         make_deterministic()
@@ -111,16 +116,31 @@ def join(
     if on_gpu and config.tf32:
         torch.set_float32_matmul_precision("high")
     if config.symmetric_memory and not on_gpu:
-        raise UsageError(f"--symmetric_memory=1: needs GPUs, and this run is on {device.type}; leave it out")
-    watch = StepWatch(config.distributed_timeout, first_s=config.startup_timeout) if on_gpu else None
-    step_timeout = datetime.timedelta(seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout)
+        raise UsageError(
+            f"--symmetric_memory=1: needs GPUs, and this run is on {device.type}; leave it out"
+        )
+    watch = (
+        StepWatch(config.distributed_timeout, first_s=config.startup_timeout) if on_gpu else None
+    )
+    step_timeout = datetime.timedelta(
+        seconds=watch.watchdog_timeout_s if watch else config.distributed_timeout
+    )
     startup_timeout = datetime.timedelta(seconds=config.startup_timeout)
     store = dist.HashStore() if meet is None else meet()
     with peer_errors(), _quiet_loopback(local_world_size == world_size):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=startup_timeout
+        )
         new_group = functools.partial(_new_group, on_gpu, step_timeout, config.symmetric_memory)
         distributed = Distributed(
-            rank, world_size, local_world_size, device, dist.group.WORLD, new_group(), watch, progress
+            rank,
+            world_size,
+            local_world_size,
+            device,
+            dist.group.WORLD,
+            new_group(),
+            watch,
+            progress,
         )
         if config.data_parallel_shard is None:
             distributed.nodes = _equal_nodes(distributed, local_rank)
@@ -129,7 +149,9 @@ def join(
         divide(distributed, new_group, config)
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
-        uuid = str(torch.cuda.get_device_properties(device).uuid)  # independent of its index in this process
+        uuid = str(
+            torch.cuda.get_device_properties(device).uuid
+        )  # independent of its index in this process
         refuse_shared_gpus(config.device, distributed.gather_objects(uuid))
         warm_up(distributed)
         if config.symmetric_memory:
@@ -138,14 +160,18 @@ def join(
 
 
 def _equal_nodes(distributed: Distributed, local_rank: int) -> int:
-    """Return the number of machines if each has equally many ranks, numbered machine by machine; else 1."""
+    """Return the number of machines if each has equally many ranks, numbered machine by machine;
+    else 1."""
     size = distributed.local_world_size
     found = distributed.gather_objects(size if distributed.rank % size == local_rank else 0)
     return distributed.world_size // size if {*found} == {size} else 1
 
 
-def _new_group(on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks: Sequence[int] | None = None) -> Any:
-    """Create a group for the collectives of a step: on a GPU, their kernels go before the products that wait."""
+def _new_group(
+    on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks: Sequence[int] | None = None
+) -> Any:
+    """Create a group for the collectives of a step: on a GPU, their kernels go before the products
+    that wait."""
     if not on_gpu:
         return dist.new_group(ranks, backend="gloo", timeout=timeout)
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -162,8 +188,9 @@ def _new_group(on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks
 def _use_symmetric_memory(groups: Sequence[Group]) -> None:
     """Let models put the buffers of collectives into NCCL's symmetric memory from now on.
 
-    With zero CTAs, copy engines instead of multiprocessors gather such buffers between GPUs with direct access to each
-    other; other kernels sum them. See "Copy Engine Collectives" in torch's manual.
+    With zero CTAs, copy engines instead of multiprocessors gather such buffers between GPUs with
+    direct access to each other; other kernels sum them. See "Copy Engine Collectives" in torch's
+    manual.
     """
     import torch.distributed._symmetric_memory as library
 
@@ -181,9 +208,11 @@ def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:
 
 
 def warm_up(distributed: Distributed) -> None:
-    """Let NCCL connect the ranks before the first step's time-out starts: with many machines this takes minutes.
+    """Let NCCL connect the ranks before the first step's time-out starts: with many machines this
+    takes minutes.
 
-    The host blocks in the first collective until all ranks are connected, for at most --startup_timeout.
+    The host blocks in the first collective until all ranks are connected, for at most
+    --startup_timeout.
     """
     with distributed.traffic.paused(), peer_errors():
         for group in distributed.groups:
@@ -192,19 +221,25 @@ def warm_up(distributed: Distributed) -> None:
             group.reduce_scatter(buffer).wait()
             group.all_gather(buffer).wait()
             if group is distributed.tensor:
-                group.all_reduce(buffer, "sum").wait()  # NCCL connects each algorithm at its first use
+                group.all_reduce(
+                    buffer, "sum"
+                ).wait()  # NCCL connects each algorithm at its first use
         distributed.pipeline.connect()
     distributed.wait_for_device()
 
 
 def make_deterministic() -> None:
-    """Allow only deterministic GPU algorithms from now on; call this before anything runs on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it and reads it at first use
+    """Allow only deterministic GPU algorithms from now on; call this before anything runs on a
+    GPU."""
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS requires it and reads it at first use
     for name, value in NCCL_RING.items():  # NCCL reads them when it connects the ranks
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # use_deterministic_algorithms also fills new tensors with NaN to expose uninitialized reads: costly and not needed.
+    # use_deterministic_algorithms also fills new tensors with NaN to expose uninitialized reads:
+    # costly and not needed.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -233,13 +268,16 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or --device=auto")
+        raise UsageError(
+            "--device=cuda: no CUDA device is available; use --device=cpu or --device=auto"
+        )
     count = torch.cuda.device_count()
     if 1 < count < local_world_size:
         raise UsageError(
             f"--device={name}: {local_world_size} processes on this machine, but {count} GPUs; {_ONE_PROCESS_PER_GPU}"
         )
-    # Slurm may show each task only its own GPU; `refuse_shared_gpus` finds tasks that see the same one.
+    # Slurm may show each task only its own GPU; `refuse_shared_gpus` finds tasks that see the same
+    # one.
     index = 0 if count == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -267,7 +305,11 @@ def kernels_can_run() -> bool:
 @contextlib.contextmanager
 def _quiet_loopback(one_machine: bool) -> Iterator[None]:
     """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
-    if not one_machine or "GLOO_SOCKET_IFNAME" in os.environ or not os.path.isdir("/sys/class/net/lo"):
+    if (
+        not one_machine
+        or "GLOO_SOCKET_IFNAME" in os.environ
+        or not os.path.isdir("/sys/class/net/lo")
+    ):
         yield
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,12 +1,13 @@
 """Step time-outs on a GPU, for collectives that wait for a rank that hangs.
 
-NCCL's `wait` orders streams and returns immediately. A hanging rank therefore blocks another rank's host at its next
-wait: for the previous step, a throttling event, an agreement over gloo, data, or a value from the device. All of these
-waits poll here and end with our own message.
+NCCL's `wait` orders streams and returns immediately. A hanging rank therefore blocks another rank's
+host at its next wait: for the previous step, a throttling event, an agreement over gloo, data, or a
+value from the device. All of these waits poll here and end with our own message.
 
-NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a collective. A step is
-queued only after the last but one has ended, so our message comes at most two time-outs, plus the time to queue a step,
-later. Until the first step that compiles kernels has ended, all limits follow from --startup_timeout.
+NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a
+collective. A step is queued only after the last but one has ended, so our message comes at most two
+time-outs, plus the time to queue a step, later. Until the first step that compiles kernels has
+ended, all limits follow from --startup_timeout.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Event(Protocol):
 class StepWatch:
     """Waits for the newest step that the host has queued.
 
-    timeout_s: limit on each wait, and on a step, from the time that it is queued and the previous step has ended.
-    first_s: the same until a step that compiles kernels has ended; a shared cache of kernels may be slow.
+    timeout_s: limit on each wait, and on a step, from the time that it is queued and the previous
+    step has ended. first_s: the same until a step that compiles kernels has ended; a shared cache
+    of kernels may be slow.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class StepWatch:
             self._flag = "startup_timeout"
             self._timeout_s = first_s
             self._later_s = timeout_s
-        self.on_watchdog: Callable[[float], None] = lambda timeout_s: None  # called with a new `watchdog_timeout_s`
+        self.on_watchdog: Callable[[float], None] = lambda timeout_s: (
+            None
+        )  # called with a new `watchdog_timeout_s`
 
     @property
     def watchdog_timeout_s(self) -> float:
@@ -68,7 +72,8 @@ class StepWatch:
         return 2 * self._timeout_s + QUEUEING_S
 
     def end_step(self, compiles: bool = False) -> None:
-        """Mark the end of a step and wait for the previous one, so that the host is at most one step ahead."""
+        """Mark the end of a step and wait for the previous one, so that the host is at most one
+        step ahead."""
         event = self._new_event()
         event.record()
         self.finish()

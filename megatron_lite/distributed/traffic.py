@@ -1,7 +1,8 @@
-"""The collectives of a rank: their traffic, the time that computation waits for them, and the rank's progress.
+"""The collectives of a rank: their traffic, the time that computation waits for them, and the
+rank's progress.
 
-Traffic is counts, elements and bytes by kind. Progress is the phase, the iteration and the newest collectives, for
-reports about a rank that hangs.
+Traffic is counts, elements and bytes by kind. Progress is the phase, the iteration and the newest
+collectives, for reports about a rank that hangs.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ KINDS = {
 
 
 class Handle(Protocol):
-    """A collective in flight. After `wait`, which may be called again, its buffers may be read and written."""
+    """A collective in flight. After `wait`, which may be called again, its buffers may be read and
+    written."""
 
     def wait(self) -> None: ...
 
 
-Recorder = Callable[[str, int, Handle], Handle]  # (kind, bytes of the full buffer, handle) -> handle
+Recorder = Callable[
+    [str, int, Handle], Handle
+]  # (kind, bytes of the full buffer, handle) -> handle
 
 
 class Collective(NamedTuple):
@@ -86,10 +90,13 @@ class Progress:
     def started(self, kind: str, size_bytes: int) -> None:
         """Record the start of a collective."""
         number = self.status().number + 1
-        self.recent.append(Collective(number, time.time(), kind, size_bytes, self.phase, self.iteration))
+        self.recent.append(
+            Collective(number, time.time(), kind, size_bytes, self.phase, self.iteration)
+        )
 
     def status(self) -> Collective:
-        """Return the newest collective (number 0 before the first one), with the phase and iteration of now."""
+        """Return the newest collective (number 0 before the first one), with the phase and
+        iteration of now."""
         newest = self.recent[-1] if self.recent else Collective(0, 0.0, "", 0, "", 0)
         return newest._replace(phase=self.phase, iteration=self.iteration)
 
@@ -114,8 +121,12 @@ class Traffic:
         self._on_gpu = device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
-        self.recorder: Recorder | None = None  # set by a profile: wraps the handle of each collective
-        self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU: before and after a wait
+        self.recorder: Recorder | None = (
+            None  # set by a profile: wraps the handle of each collective
+        )
+        self._stalls: list[
+            tuple[str, torch.cuda.Event, torch.cuda.Event]
+        ] = []  # on a GPU: before and after a wait
 
     def started(self, kind: str, buffer: Tensor, work: Handle, wire_bytes: int) -> Handle:
         """Count a collective and return its handle, timed if `timed` is set.
@@ -138,7 +149,8 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count collectives that start inside the block: validation, checkpoints, exports."""
+        """Do not count collectives that start inside the block: validation, checkpoints,
+        exports."""
         self._paused = True
         try:
             yield
@@ -146,7 +158,8 @@ class Traffic:
             self._paused = False
 
     def take(self) -> dict[str, Total]:
-        """Return the totals by kind since the last call, and reset them. Timing on a GPU synchronizes with it."""
+        """Return the totals by kind since the last call, and reset them. Timing on a GPU
+        synchronizes with it."""
         for kind, before, after in self._stalls:
             after.synchronize()
             self._totals.setdefault(kind, Total()).waited_s += before.elapsed_time(after) / 1e3

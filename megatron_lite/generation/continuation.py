@@ -1,11 +1,12 @@
 """Continue prompts in batches; no text depends on another.
 
-One pass reads a whole prompt; after that, each pass adds one token to every active text. When a text ends, the next
-prompt takes its row.
+One pass reads a whole prompt; after that, each pass adds one token to every active text. When a
+text ends, the next prompt takes its row.
 
-The next token is the most probable one, or a draw from softmax(logits / temperature), cut by top-k and top-p. In this
-order, as in transformers: temperature; then the `top_k` largest; then the most probable of the rest until they have at
-least `top_p` of its probability (nucleus sampling, Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
+The next token is the most probable one, or a draw from softmax(logits / temperature), cut by top-k
+and top-p. In this order, as in transformers: temperature; then the `top_k` largest; then the most
+probable of the rest until they have at least `top_p` of its probability (nucleus sampling, Holtzman
+et al. 2020, https://arxiv.org/abs/1904.09751).
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ class SamplingOptions(NamedTuple):
     top_p: float = 1.0  # 1: all
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Map logits (v,) to probabilities (v,), in fp64 on the CPU; the temperature must not be 0."""
+        """Map logits (v,) to probabilities (v,), in fp64 on the CPU; the temperature must not be
+        0."""
         scaled = logits.detach().cpu().double()
-        scaled = (scaled - scaled.max()) / self.temperature  # the largest stays 0 at any temperature
+        scaled = (
+            scaled - scaled.max()
+        ) / self.temperature  # the largest stays 0 at any temperature
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < scaled.topk(self.top_k).values[-1]] = -math.inf
         probabilities = scaled.softmax(0)
         if self.top_p < 1.0:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            probabilities[order[ordered.cumsum(0) - ordered >= self.top_p]] = 0.0  # the tokens before it suffice
+            probabilities[order[ordered.cumsum(0) - ordered >= self.top_p]] = (
+                0.0  # the tokens before it suffice
+            )
             probabilities /= probabilities.sum()
         return probabilities
 
@@ -55,12 +61,15 @@ class TokenSampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """Sample a token from logits (v,) of any dtype on any device; NOT_FINITE if a logit is infinite or NaN."""
+        """Sample a token from logits (v,) of any dtype on any device; NOT_FINITE if a logit is
+        infinite or NaN."""
         if not math.isfinite(float(logits.abs().max())):
             return NOT_FINITE
         if self._options.temperature == 0.0:
             return int(logits.argmax())
-        return int(torch.multinomial(self._options.probabilities(logits), 1, generator=self._generator))
+        return int(
+            torch.multinomial(self._options.probabilities(logits), 1, generator=self._generator)
+        )
 
 
 # Runs a pass of a model and returns the logits (t, v) that `micro_batch.cache` asks for.
@@ -74,7 +83,8 @@ class Text:
     prompt: list[int]
     sampler: TokenSampler
     tokens: list[int] = field(default_factory=list)
-    # end: the model ended it; stop: `stops` did; length: max_new_tokens reached; context: the model takes no more.
+    # end: the model ended it; stop: `stops` did; length: max_new_tokens reached; context: the model
+    # takes no more.
     finish: str | None = None
 
     @property
@@ -104,7 +114,8 @@ class Limits(NamedTuple):
             text.finish = "context"
 
     def capacity(self, texts: Sequence[Text]) -> int:
-        """Return the tokens that a cache must hold for the longest continuation; the last token is never read."""
+        """Return the tokens that a cache must hold for the longest continuation; the last token is
+        never read."""
         return max(min(len(text.prompt) + self.max_new_tokens, self.longest) - 1 for text in texts)
 
 
@@ -159,15 +170,19 @@ def continue_texts(
 
 def _checked(tokens: list[int]) -> list[int]:
     if NOT_FINITE in tokens:
-        raise NumericsError("the model's logits are not finite: its weights are broken, or too large for the dtype")
+        raise NumericsError(
+            "the model's logits are not finite: its weights are broken, or too large for the dtype"
+        )
     return tokens
 
 
-def _next_tokens(texts: Sequence[Text | None], cache: KeyValueCache, device: torch.device) -> MicroBatch:
+def _next_tokens(
+    texts: Sequence[Text | None], cache: KeyValueCache, device: torch.device
+) -> MicroBatch:
     """Return the newest token of every text, to read; rows without a text give meaningless logits.
 
-    With several rows, idle rows are added: a CPU computes the last elements of a tensor by other instructions than the
-    rest, and products of fewer than four rows treat them differently.
+    With several rows, idle rows are added: a CPU computes the last elements of a tensor by other
+    instructions than the rest, and products of fewer than four rows treat them differently.
     """
     idle = 0 if len(texts) == 1 else max(1, 4 - len(texts))
     places = [-1 if text is None else text.length - 1 for text in (*texts, *[None] * idle)]

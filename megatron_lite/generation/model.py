@@ -3,9 +3,10 @@
     nats = sum of -ln p(token | earlier tokens of its sample)        loss = nats / tokens        perplexity = exp(loss)
     bits per byte = nats / ln 2 / bytes of UTF-8 of the tokens' text
 
-Bits per byte compares models with different tokenizers. It counts the bytes of exactly the predicted tokens: the first
-token of a text has nothing before it and is in neither sum. Special tokens, such as the end of a document, are
-predicted like others, so they cost bits, but they spell no bytes.
+Bits per byte compares models with different tokenizers. It counts the bytes of exactly the
+predicted tokens: the first token of a text has nothing before it and is in neither sum. Special
+tokens, such as the end of a document, are predicted like others, so they cost bits, but they spell
+no bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ UNKNOWN_LENGTH = 2048  # of samples of a model that does not say how it was trai
 class LocalModel:
     """All layers of a model with their weights, in one process."""
 
-    def __init__(self, source: WeightSource, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Load a model for texts of up to `length` tokens.
 
         Raises:
@@ -72,7 +75,8 @@ class LocalModel:
             fill(layer, source, lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     def prompt_attention(self) -> str:
-        """Return the fastest attention backend that works on this device for one text without dropout."""
+        """Return the fastest attention backend that works on this device for one text without
+        dropout."""
         config, device = self.config, self.device
         if config.attention_softmax_in_fp32:
             return "math"
@@ -82,11 +86,14 @@ class LocalModel:
             windowed=config.window_size is not None,
             heads_per_group=config.num_attention_heads // config.head_groups,
         )
-        return choose_attention("auto", device, work, works=lambda backend: failure(backend, device, work) is None)
+        return choose_attention(
+            "auto", device, work, works=lambda backend: failure(backend, device, work) is None
+        )
 
     @torch.no_grad()
     def run(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the summed loss of the labels, (), or, with a cache, the logits (t, v) that it asks for."""
+        """Return the summed loss of the labels, (), or, with a cache, the logits (t, v) that it
+        asks for."""
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, micro_batch)
@@ -113,7 +120,9 @@ def choose_device(name: str) -> torch.device:
         UsageError: if `name` is cuda and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device=cuda: no CUDA device is available; use --device=cpu or leave it out")
+        raise UsageError(
+            "--device=cuda: no CUDA device is available; use --device=cpu or leave it out"
+        )
     if name != "cpu" and torch.cuda.is_available():
         return torch.device("cuda")
     threads = torch.get_num_threads()
@@ -124,7 +133,8 @@ def choose_device(name: str) -> torch.device:
 def load_model(
     folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw"
 ) -> LocalModel:
-    """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with shorter ones.
+    """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with
+    shorter ones.
 
     Args:
         length: None: the length of training, or where that is unknown the number of positions.
@@ -143,18 +153,27 @@ def load_model(
         trained = source.training.get("sequence_length", positions)
         if length is not None and length > trained:
             if source.model.use_position_embeddings and length > positions:
-                raise UsageError(f"--sequence_length={length}: the model has {positions:,} learned positions")
-            files.logger.warning("--sequence_length=%d: the model was trained with at most %d tokens", length, trained)
+                raise UsageError(
+                    f"--sequence_length={length}: the model has {positions:,} learned positions"
+                )
+            files.logger.warning(
+                "--sequence_length=%d: the model was trained with at most %d tokens",
+                length,
+                trained,
+            )
         chosen = DTYPES[dtype or ("fp32" if device.type == "cpu" else "bf16")]
         return LocalModel(source, length or trained, chosen, device)
 
 
 def common_length(folders: Sequence[Path], weights: str) -> int:
-    """Return the shortest length of the trainings of models, or UNKNOWN_LENGTH; at most the positions of others."""
+    """Return the shortest length of the trainings of models, or UNKNOWN_LENGTH; at most the
+    positions of others."""
     found = []
     for folder in folders:
         with open_source(folder, weights=weights) as source:
-            found.append((source.training.get("sequence_length"), source.model.max_position_embeddings))
+            found.append(
+                (source.training.get("sequence_length"), source.model.max_position_embeddings)
+            )
     most = [] if any(length for length, _ in found) else [UNKNOWN_LENGTH]
     return min(most + [length or positions for length, positions in found])
 
@@ -165,7 +184,8 @@ def folder(text: str) -> Path:
 
 
 def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the shared options, for `parents=[...]`. count: of models, as `nargs` of argparse."""
+    """Return a parser of the shared options, for `parents=[...]`. count: of models, as `nargs` of
+    argparse."""
 
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
@@ -176,7 +196,10 @@ def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
         required=True,
         help="export, checkpoint, Hugging Face folder, or folder of a run",
     )
-    add("--tokenizer_file", help="tokenizer.json, or byte (default: the model's own, or that of its training)")
+    add(
+        "--tokenizer_file",
+        help="tokenizer.json, or byte (default: the model's own, or that of its training)",
+    )
     add(
         "--weights",
         choices=("raw", "average"),
@@ -189,7 +212,12 @@ def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
         choices=DTYPES,
         help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if there is one)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="(default: a GPU if there is one)",
+    )
     return parser
 
 
@@ -206,7 +234,8 @@ class Totals:
         return self.nats / self.tokens
 
     def record(self) -> dict[str, Any]:
-        """Return `loss`, `perplexity` and `bits_per_byte` (None: infinite or unknown), `tokens` and `bytes`."""
+        """Return `loss`, `perplexity` and `bits_per_byte` (None: infinite or unknown), `tokens` and
+        `bytes`."""
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         perplexity = math.exp(self.loss) if self.loss < 700 else None
         found = {"loss": self.loss, "perplexity": perplexity, "bits_per_byte": bits}
@@ -221,7 +250,8 @@ def evaluate(
 ) -> Totals:
     """Predict every label that is not masked, one micro-batch at a time.
 
-    token_bytes: of the tokenizer, or None; tokens beyond it spell nothing. progress: called after each micro-batch.
+    token_bytes: of the tokenizer, or None; tokens beyond it spell nothing. progress: called after
+    each micro-batch.
 
     Raises:
         DataError: if there is nothing to predict.
@@ -248,10 +278,11 @@ def text_batches(
     device: torch.device,
     separate: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Cut texts, each followed by an end-of-document token, as one stream into samples of `sequence_length` tokens.
+    """Cut texts, each followed by an end-of-document token, as one stream into samples of
+    `sequence_length` tokens.
 
-    The last label of a sample is the first input of the next, so each token but the first is predicted once.
-    separate: attention does not cross documents.
+    The last label of a sample is the first input of the next, so each token but the first is
+    predicted once. separate: attention does not cross documents.
 
     Raises:
         DataError: for a token beyond the vocabulary.
@@ -295,11 +326,16 @@ def _micro_batch(
         tokens[row, : len(ids)] = torch.tensor(ids)
         owners[row, : len(ids) - 1] = torch.tensor(documents[:-1])
     starts = _starts(owners) if separate else None
-    return micro_batch(HostBatch(tokens, len(samples), starts, masked=owners < 0), device, None, None)
+    return micro_batch(
+        HostBatch(tokens, len(samples), starts, masked=owners < 0), device, None, None
+    )
 
 
 def _starts(owners: Tensor) -> Tensor:
-    """Return where runs of equal numbers in the rows of (b, s) begin, flattened, and at last b s."""
+    """Return where runs of equal numbers in the rows of (b, s) begin, flattened, and at last b
+    s."""
     begins = torch.ones_like(owners, dtype=torch.bool)
     begins[:, 1:] = owners[:, 1:] != owners[:, :-1]
-    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([owners.numel()])]).to(torch.int32)
+    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([owners.numel()])]).to(
+        torch.int32
+    )

@@ -19,7 +19,8 @@ from megatron_lite.huggingface.model_folder import source_folders
 
 
 def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool) -> Tokenizer:
-    """Load `tokenizer_file`, or else the tokenizer.json of a model's folder, or the one a checkpoint was trained with.
+    """Load `tokenizer_file`, or else the tokenizer.json of a model's folder, or the one a
+    checkpoint was trained with.
 
     special_tokens: whether a text may spell special tokens.
 
@@ -32,13 +33,20 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
         named = list(_tokenizers_of(model))
         tokenizer_file = next(filter(has_tokenizer, named), None)
         if tokenizer_file is None:
-            gone = f"was trained with --tokenizer_file={named[0]}, which no longer exists" if named else ""
-            raise DataError(f"{model} {gone or 'has no tokenizer.json'}; name one with --tokenizer_file")
+            gone = (
+                f"was trained with --tokenizer_file={named[0]}, which no longer exists"
+                if named
+                else ""
+            )
+            raise DataError(
+                f"{model} {gone or 'has no tokenizer.json'}; name one with --tokenizer_file"
+            )
     return load_tokenizer(tokenizer_file, special_tokens, said=effective(tokenizer_file))
 
 
 def _tokenizers_of(model: Path) -> Iterator[str]:
-    """Yield the tokenizer.json of each model of a folder, newest first, or else --tokenizer_file of its training."""
+    """Yield the tokenizer.json of each model of a folder, newest first, or else --tokenizer_file of
+    its training."""
     for folder in (model, *(folder for _, folder in source_folders(model))):
         check = pinned(folder)
         if (folder / "tokenizer.json").is_file():
@@ -51,20 +59,26 @@ def _tokenizers_of(model: Path) -> Iterator[str]:
 
 
 def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's end of document, and the model's `eos_token_id`.
+    """Return the tokens that end a text: the tokenizer's end of document, and the model's
+    `eos_token_id`.
 
     generation_config.json comes before config.json; `eos_token_id` is a number or a list.
     """
     for name in ("generation_config.json", "config.json"):
         found = read_object(model / name).get("eos_token_id")
-        ids = [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+        ids = [
+            token
+            for token in (found if isinstance(found, list) else [found])
+            if isinstance(token, int)
+        ]
         if ids:
             return frozenset((tokenizer.end_of_document, *ids))
     return frozenset((tokenizer.end_of_document,))
 
 
 def read_prompts(content: bytes, name: str) -> list[str]:
-    """Return the lines of a text file that are not blank. `name` is the flag with its value, for messages.
+    """Return the lines of a text file that are not blank. `name` is the flag with its value, for
+    messages.
 
     Raises:
         DataError: if there is no such line, or the file is not UTF-8.
@@ -79,11 +93,14 @@ def read_prompts(content: bytes, name: str) -> list[str]:
     return found
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, template: bool, vocab_size: int, longest: int) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, template: bool, vocab_size: int, longest: int
+) -> list[int]:
     """Encode a prompt; an empty one becomes the end of a document, after which another begins.
 
     Raises:
-        DataError: if a token is beyond the vocabulary, or the prompt leaves no room in a text of `longest` tokens.
+        DataError: if a token is beyond the vocabulary, or the prompt leaves no room in a text of
+        `longest` tokens.
     """
     tokens = tokenizer.encode(prompt, template) or [tokenizer.end_of_document]
     shown = repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
@@ -116,13 +133,19 @@ class Continuations:
         return bool(self._stops) and self._end(self._decode(text)) is not None
 
     def _decode(self, text: Text) -> str:
-        """Decode with the prompt: some tokenizers write a leading space only after another token."""
+        """Decode with the prompt: some tokenizers write a leading space only after another
+        token."""
         before = self._tokenizer.decode(text.prompt)
         whole = self._tokenizer.decode([*text.prompt, *text.tokens])
-        return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(text.tokens)
+        return (
+            whole[len(before) :]
+            if whole.startswith(before)
+            else self._tokenizer.decode(text.tokens)
+        )
 
     def _end(self, text: str) -> int | None:
-        """Return where the stop string that ends first begins; of several that end there, the longest."""
+        """Return where the stop string that ends first begins; of several that end there, the
+        longest."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 

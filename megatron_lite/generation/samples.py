@@ -1,12 +1,13 @@
 """Samples during training: continuations of the same prompts every --sample_interval iterations.
 
-Every rank runs the same passes over the stages and gathers weights as in a validation; all use the tokens that rank 0
-samples. Keys and values are cached, so a sample costs one pass for its prompt, and one pass per further token of `ROWS`
-samples together; with ZeRO-3 every pass gathers the whole model. Only buffers of gathered weights change.
+Every rank runs the same passes over the stages and gathers weights as in a validation; all use the
+tokens that rank 0 samples. Keys and values are cached, so a sample costs one pass for its prompt,
+and one pass per further token of `ROWS` samples together; with ZeRO-3 every pass gathers the whole
+model. Only buffers of gathered weights change.
 
-`<experiment_dir>/samples.jsonl` gets one line each time: `iteration`, `train_iters`, `samples` (per sample `prompt`,
-`text`, `finish` (end or length) and `tokens`), `run`, `time`. If a resumed run repeats an iteration, the later line
-counts.
+`<experiment_dir>/samples.jsonl` gets one line each time: `iteration`, `train_iters`, `samples` (per
+sample `prompt`, `text`, `finish` (end or length) and `tokens`), `run`, `time`. If a resumed run
+repeats an iteration, the later line counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from megatron_lite.data.tokenizing import Tokenizer, load_tokenizer
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, NumericsError
-from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
+from megatron_lite.generation.continuation import (
+    Limits,
+    SamplingOptions,
+    Text,
+    TokenSampler,
+    continue_texts,
+)
 from megatron_lite.generation.prompts import Continuations, encode_prompt, numbered, read_prompts
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.monitor.trackers.metrics_file import MetricsFile
@@ -51,14 +58,19 @@ class Samples(NamedTuple):
     trackers: Trackers  # samples.jsonl on rank 0, with an experiment directory
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
-        """Continue every prompt and write the samples, or warn if logits are not finite; all ranks call this together.
+        """Continue every prompt and write the samples, or warn if logits are not finite; all ranks
+        call this together.
 
         Raises:
             StopRequested: on every rank, if any rank received a signal; nothing is written.
         """
         texts = self._texts(iteration)
         training = self.config.training
-        limits = Limits(training.sample_tokens, self.config.batch.sequence_length, (self.tokenizer.end_of_document,))
+        limits = Limits(
+            training.sample_tokens,
+            self.config.batch.sequence_length,
+            (self.tokenizer.end_of_document,),
+        )
 
         def run_pass(micro_batch: MicroBatch) -> Tensor:
             logits = model.output(micro_batch)
@@ -66,8 +78,11 @@ class Samples(NamedTuple):
             return logits
 
         try:
-            # Attention over prompts uses "math", which always works; a library that fails would end the training.
-            for _ in continue_texts(run_pass, self.distributed.device, texts, limits, ROWS, self._agree):
+            # Attention over prompts uses "math", which always works; a library that fails would end
+            # the training.
+            for _ in continue_texts(
+                run_pass, self.distributed.device, texts, limits, ROWS, self._agree
+            ):
                 pass
         except NumericsError:
             logger.warning("no samples @ iteration %d: logits are not finite", iteration)
@@ -76,16 +91,35 @@ class Samples(NamedTuple):
         samples: list[dict[str, Any]] = []
         for (prompt, _, _), text in zip(self.prompts, texts, strict=True):
             continuation = continuations.text(text)
-            samples.append({"prompt": prompt, "text": continuation, "finish": text.finish, "tokens": text.tokens})
-            logger.info("sample @ iteration %d/%d | %s", iteration, training.train_iters, _shown(prompt, continuation))
-        self.trackers.log({"iteration": iteration, "train_iters": training.train_iters, "samples": samples})
+            samples.append(
+                {
+                    "prompt": prompt,
+                    "text": continuation,
+                    "finish": text.finish,
+                    "tokens": text.tokens,
+                }
+            )
+            logger.info(
+                "sample @ iteration %d/%d | %s",
+                iteration,
+                training.train_iters,
+                _shown(prompt, continuation),
+            )
+        self.trackers.log(
+            {"iteration": iteration, "train_iters": training.train_iters, "samples": samples}
+        )
 
     def _texts(self, iteration: int) -> list[Text]:
         """Return the prompts with samplers that depend on seed, iteration and prompt only."""
         training, seed = self.config.training, self.config.distributed.seed
-        options = SamplingOptions(training.sample_temperature, training.sample_top_k, training.sample_top_p)
+        options = SamplingOptions(
+            training.sample_temperature, training.sample_top_k, training.sample_top_p
+        )
         return [
-            Text(list(tokens), TokenSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)))
+            Text(
+                list(tokens),
+                TokenSampler(options, derive_seed("sample", seed, iteration, prompt, repetition)),
+            )
             for prompt, repetition, tokens in self.prompts
         ]
 
@@ -99,7 +133,11 @@ class Samples(NamedTuple):
 
 def _shown(prompt: str, continuation: str) -> str:
     """Format a sample on one line, with quotes and escapes as in JSON."""
-    cut = continuation if len(continuation) <= SHOWN_CHARACTERS else continuation[:SHOWN_CHARACTERS] + "..."
+    cut = (
+        continuation
+        if len(continuation) <= SHOWN_CHARACTERS
+        else continuation[:SHOWN_CHARACTERS] + "..."
+    )
     return f"{json.dumps(prompt, ensure_ascii=False)} -> {json.dumps(cut, ensure_ascii=False)}"
 
 
@@ -107,10 +145,13 @@ def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
     """Read the prompts of --sample_prompts and encode them.
 
     Raises:
-        DataError: if prompts or tokenizer cannot be read, or a prompt does not fit the model or --sequence_length.
+        DataError: if prompts or tokenizer cannot be read, or a prompt does not fit the model or
+        --sequence_length.
     """
     training, length = config.training, config.batch.sequence_length
-    assert training.sample_prompts is not None and config.data.tokenizer_file is not None, "validated"
+    assert training.sample_prompts is not None and config.data.tokenizer_file is not None, (
+        "validated"
+    )
     name = f"--sample_prompts={training.sample_prompts}"
     try:
         content = Path(training.sample_prompts).expanduser().read_bytes()
@@ -132,17 +173,26 @@ def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
     return prompts
 
 
-def open_samples(config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal) -> Samples | None:
-    """Return the samples of a run, or None without --sample_interval; all ranks get the prompts that rank 0 reads.
+def open_samples(
+    config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal
+) -> Samples | None:
+    """Return the samples of a run, or None without --sample_interval; all ranks get the prompts
+    that rank 0 reads.
 
     Raises:
-        DataError, StorageError: on every rank, if prompts or tokenizer cannot be used, or samples.jsonl not opened.
+        DataError, StorageError: on every rank, if prompts or tokenizer cannot be used, or
+        samples.jsonl not opened.
     """
     if config.training.sample_interval is None:
         return None
     reads, root = distributed.rank == 0, experiment.root
     prompts = together(distributed, lambda: load_prompts(config) if reads else None)
-    files = together(distributed, lambda: [MetricsFile(root / SAMPLES_FILE)] if reads and root is not None else [])
+    files = together(
+        distributed,
+        lambda: [MetricsFile(root / SAMPLES_FILE)] if reads and root is not None else [],
+    )
     tokenizer = together(distributed, lambda: load_tokenizer(config.data.tokenizer_file or ""))
     trackers = Trackers(files, experiment.run)
-    return Samples(config, distributed, stop, tokenizer, distributed.broadcast_object(prompts), trackers)
+    return Samples(
+        config, distributed, stop, tokenizer, distributed.broadcast_object(prompts), trackers
+    )

@@ -1,6 +1,8 @@
-"""A table of Hugging Face architectures, and the choice of one that can express a model. Imports no torch.
+"""A table of Hugging Face architectures, and the choice of one that can express a model. Imports no
+torch.
 
-Keys and defaults of config.json follow the configuration classes of transformers 5.23; version 4 is the same.
+Keys and defaults of config.json follow the configuration classes of transformers 5.23; version 4 is
+the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _SPELLINGS = {
     "identity": "linear",
     **{name: name for name in ("relu", "quick_gelu", "tanh")},
 }
-ACTIVATIONS = MappingProxyType({theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()})
+ACTIVATIONS = MappingProxyType(
+    {theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()}
+)
 
 # Our options of biases; files of some architectures always have them, or one key states several.
 _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
@@ -36,16 +40,25 @@ _PLAIN: Options = {
     "logit_soft_cap": 0.0,
     "scale_attn_by_inverse_layer_idx": False,
 }
-_ROTARY = _PLAIN | {"use_rotary_embeddings": True, "use_position_embeddings": False, "rotary_percent": 1.0}
+_ROTARY = _PLAIN | {
+    "use_rotary_embeddings": True,
+    "use_position_embeddings": False,
+    "rotary_percent": 1.0,
+}
 _LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
 _LEARNED: Options = (
     _PLAIN
-    | dict(use_rotary_embeddings=False, use_position_embeddings=True, normalization_type="layer_norm", gated=False)
+    | dict(
+        use_rotary_embeddings=False,
+        use_position_embeddings=True,
+        normalization_type="layer_norm",
+        gated=False,
+    )
     | {"window_size": None}
 )
 
-# Key of config.json -> our option, and transformers' value if the key is missing (None: derived from other keys, as in
-# our options). config_file.py handles keys that need more than renaming.
+# Key of config.json -> our option, and transformers' value if the key is missing (None: derived
+# from other keys, as in our options). config_file.py handles keys that need more than renaming.
 _LLAMA_KEYS: dict[str, tuple[str, Any]] = {
     "vocab_size": ("vocab_size", 32000),
     "hidden_size": ("hidden_size", 4096),
@@ -88,15 +101,27 @@ _STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "
 
 # Other defaults: values that differ from Llama's or GPT-2's, and keys that are not one option.
 _MISTRAL_DEFAULTS = dict(
-    num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072, sliding_window=4096
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    sliding_window=4096,
 )
 _STARCODER2_DEFAULTS: JsonObject = (
-    dict(vocab_size=49152, hidden_size=3072, num_hidden_layers=30, num_attention_heads=24, num_key_value_heads=2)
+    dict(
+        vocab_size=49152,
+        hidden_size=3072,
+        num_hidden_layers=30,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+    )
     | dict(intermediate_size=12288, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096)
     | dict(initializer_range=0.018042, tie_word_embeddings=True, use_bias=True, sliding_window=None)
 )
 _QWEN_DEFAULTS: JsonObject = dict(
-    vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
 ) | dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28)
 
 
@@ -108,8 +133,12 @@ class Architecture:
     fixed: JsonObject  # our options that have only one value in this architecture
     options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
     other_defaults: JsonObject = field(default_factory=dict)
-    constants: JsonObject = field(default_factory=dict)  # other keys -> the only value we can express
-    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # key -> the options that it states
+    constants: JsonObject = field(
+        default_factory=dict
+    )  # other keys -> the only value we can express
+    biases: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # key -> the options that it states
     always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
     @property
@@ -119,8 +148,11 @@ class Architecture:
 
     @property
     def defaults(self) -> JsonObject:
-        """Map keys of config.json to values if missing; includes keys that are not a single option."""
-        return {key: default for key, (_, default) in self.options.items()} | dict(self.other_defaults)
+        """Map keys of config.json to values if missing; includes keys that are not a single
+        option."""
+        return {key: default for key, (_, default) in self.options.items()} | dict(
+            self.other_defaults
+        )
 
 
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
@@ -136,11 +168,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _ATTENTION_BIAS | {"mlp_bias": ("add_mlp_biases",)},
         ),
         "mistral": Architecture(
-            "MistralForCausalLM", _LLAMA | dict.fromkeys(_BIASES, False), _LLAMA_KEYS, _MISTRAL_DEFAULTS
+            "MistralForCausalLM",
+            _LLAMA | dict.fromkeys(_BIASES, False),
+            _LLAMA_KEYS,
+            _MISTRAL_DEFAULTS,
         ),
         "gpt2": Architecture(
             "GPT2LMHeadModel",
-            {key: value for key, value in _LEARNED.items() if key != "scale_attn_by_inverse_layer_idx"},
+            {
+                key: value
+                for key, value in _LEARNED.items()
+                if key != "scale_attn_by_inverse_layer_idx"
+            },
             _GPT2_KEYS,
             constants=_GPT_CONSTANTS,
             always_biased=_BIASES,
@@ -181,7 +220,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def biases_of(architecture: str, model: ModelConfig) -> Options:
-    """Return the options of biases of a model exported as this architecture: its own, and biases written as zeros."""
+    """Return the options of biases of a model exported as this architecture: its own, and biases
+    written as zeros."""
     table = ARCHITECTURES[architecture]
     found = {option: option in table.always_biased for option in _BIASES}
     for options in table.biases.values():
@@ -190,7 +230,8 @@ def biases_of(architecture: str, model: ModelConfig) -> Options:
 
 
 def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
-    """Return the `model_type` that expresses a resolved model, preferring the one with the fewest zero biases.
+    """Return the `model_type` that expresses a resolved model, preferring the one with the fewest
+    zero biases.
 
     Args:
         model_type: the requested one; None: any.
@@ -213,14 +254,18 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
         "--export_format=distributed, leave out --export_interval, or train with the flags of one of these:\n  "
-        + "\n  ".join(f"{ARCHITECTURES[name].class_name}: {', '.join(missing)}" for name, missing in nearest)
+        + "\n  ".join(
+            f"{ARCHITECTURES[name].class_name}: {', '.join(missing)}" for name, missing in nearest
+        )
     )
 
 
 def check_exports(config: Config) -> str | None:
-    """Return the `model_type` of the Hugging Face exports of a resolved configuration; None if there are none.
+    """Return the `model_type` of the Hugging Face exports of a resolved configuration; None if
+    there are none.
 
-    Checks --export_model_type even without exports, because checkpoints store it for later conversions.
+    Checks --export_model_type even without exports, because checkpoints store it for later
+    conversions.
 
     Raises:
         UsageError: as `check_exportable`.
@@ -250,7 +295,9 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
         needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")
     if learned and heads * channels != width:
-        needs.append(f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})")
+        needs.append(
+            f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})"
+        )
     if architecture == "llama" and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs

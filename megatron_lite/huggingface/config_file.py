@@ -1,8 +1,10 @@
-"""config.json of a Hugging Face model, read and written by the table in `architectures`. Imports no torch.
+"""config.json of a Hugging Face model, read and written by the table in `architectures`. Imports no
+torch.
 
-Every key of a file must be known: it maps to one of our options, must have the only value that we support, or has no
-effect on the model. Any other key is rejected by name, because it could change the model. Rotary positions are read and
-written as in transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
+Every key of a file must be known: it maps to one of our options, must have the only value that we
+support, or has no effect on the model. Any other key is rejected by name, because it could change
+the model. Rotary positions are read and written as in transformers 4 (rope_theta, rope_scaling) and
+5 (rope_parameters).
 """
 
 from __future__ import annotations
@@ -14,17 +16,33 @@ from megatron_lite.config import Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.system import DTYPES
 from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface.architectures import ACTIVATIONS, ARCHITECTURES, biases_of, check_exportable, shown
+from megatron_lite.huggingface.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    biases_of,
+    check_exportable,
+    shown,
+)
 
 TRAINING_KEY = "megatron_lite"  # what is known of the training, see `saved_state.TRAINING`
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
-# Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other types.
+# Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other
+# types.
 _NAMES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        "factor",
+        _ORIGINAL,
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
 }
 ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() for name in names))
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
@@ -33,8 +51,9 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Options, list[str]]:
     """Return the options of rotary positions, and a list of problems.
 
-    As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either over rope_theta.
-    Values given twice must agree, because another version of transformers would use the other one.
+    As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either
+    over rope_theta. Values given twice must agree, because another version of transformers would
+    use the other one.
     """
     found: list[Options] = []
     problems: list[str] = []
@@ -43,11 +62,17 @@ def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Option
         if given is not None and not isinstance(given, dict):
             problems.append(f"{key} is {shown(given)}; it must be an object or null")
         elif given:
-            values, wrong = _read_rope_object(key, given, content.get("rope_theta"), max_position_embeddings)
+            values, wrong = _read_rope_object(
+                key, given, content.get("rope_theta"), max_position_embeddings
+            )
             found.append(values)
             problems += wrong
     if not found:
-        found.append(_read_rope_object("rope_scaling", {}, content.get("rope_theta"), max_position_embeddings)[0])
+        found.append(
+            _read_rope_object(
+                "rope_scaling", {}, content.get("rope_theta"), max_position_embeddings
+            )[0]
+        )
     problems += [
         f"rope_scaling and rope_parameters contradict each other in {option}: "
         f"{shown(value)} and {shown(found[-1][option])}"
@@ -57,10 +82,16 @@ def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Option
     return found[0], problems
 
 
-def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> tuple[Options, list[str]]:
-    """Read one of the two objects; `theta` and `length` are rope_theta and max_position_embeddings."""
-    # Null counts as absent, but transformers takes a null `truncate` for false and an absent one for true.
-    given = {name: value for name, value in given.items() if value is not None or name == "truncate"}
+def _read_rope_object(
+    key: str, given: JsonObject, theta: Any, length: Any
+) -> tuple[Options, list[str]]:
+    """Read one of the two objects; `theta` and `length` are rope_theta and
+    max_position_embeddings."""
+    # Null counts as absent, but transformers takes a null `truncate` for false and an absent one
+    # for true.
+    given = {
+        name: value for name, value in given.items() if value is not None or name == "truncate"
+    }
     kind = given.pop("rope_type", given.get("type", "default"))
     problems = []
     if given.pop("type", kind) != kind:
@@ -78,7 +109,11 @@ def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> t
     # transformers ignores names of another type, and one that the first YaRN models have.
     known = (*ROPE_OPTIONS, "rope_finetuned")
     problems += [f"{key}: {name} is not known" for name in given if f"rope_{name}" not in known]
-    problems += [f"{key}: rope_type {kind} needs {name}" for name in _REQUIRED.get(kind, ()) if name not in given]
+    problems += [
+        f"{key}: rope_type {kind} needs {name}"
+        for name in _REQUIRED.get(kind, ())
+        if name not in given
+    ]
     if _ORIGINAL in _NAMES[kind]:
         given.setdefault(_ORIGINAL, length)
     if kind == "yarn":
@@ -90,7 +125,9 @@ def _read_rope_object(key: str, given: JsonObject, theta: Any, length: Any) -> t
 def _derive_yarn(given: JsonObject, length: Any) -> None:
     """Fill in the values that transformers derives, and drop those that it ignores."""
     original = given[_ORIGINAL]
-    if "factor" not in given and all(isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)):
+    if "factor" not in given and all(
+        isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)
+    ):
         given["factor"] = length / original
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         given[name] = given.get(name) or default
@@ -103,11 +140,18 @@ def _derive_yarn(given: JsonObject, length: Any) -> None:
 def write_rope(model: ModelConfig) -> JsonObject:
     """Return the keys for both versions of transformers.
 
-    Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this form.
+    Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this
+    form.
     """
     kind, base = model.rope_type, model.rotary_base
-    values = {name: value for name in _NAMES[kind] if (value := getattr(model, f"rope_{name}")) is not None}
-    scaling = None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
+    values = {
+        name: value
+        for name in _NAMES[kind]
+        if (value := getattr(model, f"rope_{name}")) is not None
+    }
+    scaling = (
+        None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
+    )
     parameters = {"rope_type": kind, "rope_theta": base, **values}
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
 
@@ -121,8 +165,8 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "partial_rotary_factor": (1.0, None),
 }
-# Keys without effect on the model: origin, precision of the files, tokens, generation settings, classifier labels, and
-# keys that older versions of transformers wrote into every file.
+# Keys without effect on the model: origin, precision of the files, tokens, generation settings,
+# classifier labels, and keys that older versions of transformers wrote into every file.
 _MEANINGLESS = frozenset(
     f"""
     {TRAINING_KEY} architectures model_type _name_or_path name_or_path transformers_version _commit_hash dtype
@@ -162,7 +206,8 @@ def model_values(content: JsonObject) -> Options:
     None is a value: no window, or no such rotary parameter.
 
     Raises:
-        CheckpointError: names each key that is unknown or has a value that our options cannot express.
+        CheckpointError: names each key that is unknown or has a value that our options cannot
+        express.
     """
     name = content.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -172,7 +217,9 @@ def model_values(content: JsonObject) -> Options:
     reading = _Reading(name, content)
     dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key states them
     values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
-    values |= reading.named() | reading.positions() | reading.biases() | {"window_size": reading.window()}
+    values |= (
+        reading.named() | reading.positions() | reading.biases() | {"window_size": reading.window()}
+    )
     reading.refuse_other_keys()
     values = {option: reading.checked(option, value) for option, value in values.items()}
     if reading.problems:
@@ -199,7 +246,9 @@ class _Reading:
             return value
         self.used.add(second)
         if key in self.content and self.content[second] != value:
-            self.problems.append(f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}")
+            self.problems.append(
+                f"{second} is {shown(self.content[second])}, but {key} is {shown(value)}"
+            )
         return self.content[second]
 
     def key_of(self, option: str) -> str:
@@ -220,14 +269,22 @@ class _Reading:
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):
             if not _is_count(values[option]):
-                self.problems.append(f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1")
+                self.problems.append(
+                    f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1"
+                )
                 return {}
         heads, width = values["num_attention_heads"], values["hidden_size"]
-        derived = {"head_groups": heads, "kv_channels": width // heads, "ffn_hidden_size": 4 * width}
+        derived = {
+            "head_groups": heads,
+            "kv_channels": width // heads,
+            "ffn_hidden_size": 4 * width,
+        }
         values |= {option: value for option, value in derived.items() if values.get(option) is None}
         activation = values["activation_type"]
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            self.problems.append(f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}")
+            self.problems.append(
+                f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}"
+            )
             activation = "silu"
         values["activation_type"] = ACTIVATIONS[activation]
         # Only a choice of precision, which transformers leaves open unless the key is true.
@@ -237,9 +294,13 @@ class _Reading:
 
     def _multi_query(self, values: Options) -> None:
         groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
-        stated = self.get("num_key_value_heads")  # transformers 5 writes the number derived from multi_query
+        stated = self.get(
+            "num_key_value_heads"
+        )  # transformers 5 writes the number derived from multi_query
         if stated not in (None, groups):
-            self.problems.append(f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}")
+            self.problems.append(
+                f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}"
+            )
         values["head_groups"] = groups
 
     def positions(self) -> Options:
@@ -252,7 +313,8 @@ class _Reading:
         return values
 
     def biases(self) -> Options:
-        """Return the options of biases that files of the architecture always have or state by a key."""
+        """Return the options of biases that files of the architecture always have or state by a
+        key."""
         found = dict.fromkeys(self.architecture.always_biased, True)
         for key, options in self.architecture.biases.items():
             found |= dict.fromkeys(options, self.flag(key))
@@ -273,11 +335,14 @@ class _Reading:
                 "--window_size applies to every layer"
             )
         if with_window and window is None:
-            self.problems.append("layer_types says sliding_attention, but there is no window (use_sliding_window)")
+            self.problems.append(
+                "layer_types says sliding_attention, but there is no window (use_sliding_window)"
+            )
         return window if with_window else None
 
     def _layers_with_window(self, window: Any) -> int:
-        """Count the layers with a window: stated by layer_types, or those from max_window_layers on."""
+        """Count the layers with a window: stated by layer_types, or those from max_window_layers
+        on."""
         types = self.get("layer_types")
         first = self.get("max_window_layers")
         num_layers = self.get("num_hidden_layers")
@@ -289,14 +354,23 @@ class _Reading:
                 return 0
             return 0 if window is None else max(0, num_layers - max(0, first))
         kinds = ("sliding_attention", "full_attention", "attention")
-        if not isinstance(types, list) or len(types) != num_layers or any(kind not in kinds for kind in types):
-            self.problems.append(f"layer_types {shown(types)}: it must be {' or '.join(kinds[:2])} for each layer")
+        if (
+            not isinstance(types, list)
+            or len(types) != num_layers
+            or any(kind not in kinds for kind in types)
+        ):
+            self.problems.append(
+                f"layer_types {shown(types)}: it must be {' or '.join(kinds[:2])} for each layer"
+            )
             return 0
         return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
         """Report unknown keys and constants with other values."""
-        constants = {**_CONSTANTS, **{key: (value,) for key, value in self.architecture.constants.items()}}
+        constants = {
+            **_CONSTANTS,
+            **{key: (value,) for key, value in self.architecture.constants.items()},
+        }
         for key, value in self.content.items():
             if key in self.used or key in _MEANINGLESS:
                 continue
@@ -304,10 +378,13 @@ class _Reading:
                 effect = "might change the model; remove it if it does not"
                 self.problems.append(f"{key[:80]}: {shown(value)} is not known and {effect}")
             elif value not in constants[key]:
-                self.problems.append(f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed")
+                self.problems.append(
+                    f"{key} is {shown(value)}; only {shown(constants[key][0])} can be expressed"
+                )
 
     def checked(self, option: str, value: Any) -> Any:
-        """Return a value after checking the type and bounds of its option; report problems under its key."""
+        """Return a value after checking the type and bounds of its option; report problems under
+        its key."""
         if value is None and option in _MAY_BE_NONE:
             return None
         try:
@@ -326,8 +403,8 @@ def _is_count(value: Any) -> bool:
 def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObject:
     """Return config.json for a resolved configuration.
 
-    Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and `rope_parameters`, older
-    versions `torch_dtype`, `rope_theta` and `rope_scaling`.
+    Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and
+    `rope_parameters`, older versions `torch_dtype`, `rope_theta` and `rope_scaling`.
 
     Args:
         special_tokens: ids by name; an end may be a list.
@@ -352,15 +429,23 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
     content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
-    activation_key = next(key for key, option in architecture.keys.items() if option == "activation_type")
-    content[activation_key] = "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
+    activation_key = next(
+        key for key, option in architecture.keys.items() if option == "activation_type"
+    )
+    content[activation_key] = (
+        "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
+    )
     biases = biases_of(name, model)
-    content |= {key: biases[options[0]] for key, options in architecture.biases.items()} | _window(name, model)
+    content |= {key: biases[options[0]] for key, options in architecture.biases.items()} | _window(
+        name, model
+    )
     if name == "gpt_bigcode":
         content["multi_query"] = model.head_groups == 1
     if architecture.fixed["use_rotary_embeddings"]:
         # With learned positions, the rows of their table; with rotary ones, the trained length.
-        content["max_position_embeddings"] = max(model.max_position_embeddings, config.batch.sequence_length)
+        content["max_position_embeddings"] = max(
+            model.max_position_embeddings, config.batch.sequence_length
+        )
         content |= write_rope(model)
     return content
 

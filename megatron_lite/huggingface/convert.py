@@ -1,8 +1,10 @@
-"""Write a checkpoint or a Hugging Face folder from a `WeightSource`, with one tensor in memory at a time.
+"""Write a checkpoint or a Hugging Face folder from a `WeightSource`, with one tensor in memory at a
+time.
 
-A checkpoint converted from a Hugging Face folder has only fp32 weights, at iteration 0: a run resumes it with fresh
-moments. One converted from a checkpoint keeps its iteration, moments, averages and run state. If averages become the
-weights, moments and state are dropped, because they belong to other weights.
+A checkpoint converted from a Hugging Face folder has only fp32 weights, at iteration 0: a run
+resumes it with fresh moments. One converted from a checkpoint keeps its iteration, moments,
+averages and run state. If averages become the weights, moments and state are dropped, because they
+belong to other weights.
 """
 
 from __future__ import annotations
@@ -23,15 +25,23 @@ from megatron_lite.checkpoint.names import MANIFEST_NAME, new_nonce, rank_file
 from megatron_lite.config import BatchConfig, Config, flatten, unflatten
 from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.export_folder import ExportFolder, split
-from megatron_lite.huggingface.weight_source import CheckpointSource, Shapes, WeightSource, read_whole
+from megatron_lite.huggingface.weight_source import (
+    CheckpointSource,
+    Shapes,
+    WeightSource,
+    read_whole,
+)
 from megatron_lite.run.durable_files import sync_folder
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 
 
-def described_config(source: WeightSource, export_dtype: str | None, model_type: str | None) -> Config:
-    """Return a configuration for the model of a source, with the options saved in it; None: as trained or read."""
+def described_config(
+    source: WeightSource, export_dtype: str | None, model_type: str | None
+) -> Config:
+    """Return a configuration for the model of a source, with the options saved in it; None: as
+    trained or read."""
     length = min(source.model.max_position_embeddings, BatchConfig.sequence_length)
     if isinstance(source, CheckpointSource):
         length = source.content.config.get("sequence_length", length)
@@ -49,7 +59,12 @@ def described_config(source: WeightSource, export_dtype: str | None, model_type:
 
 
 def write_huggingface(
-    folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int, tokenizer_file: Path | None
+    folder: Path,
+    source: WeightSource,
+    shapes: Shapes,
+    config: Config,
+    limit_bytes: int,
+    tokenizer_file: Path | None,
 ) -> ExportFolder:
     """Write a new Hugging Face folder in the --export_dtype of `config`, from a checked source.
 
@@ -65,12 +80,21 @@ def write_huggingface(
             written.write(name, read_whole(source, name, shape))
             if written.overflow:
                 kept = "nothing is written; choose bf16 or fp32"
-                raise NumericsError(f"{written.overflow}, too large for {config.training.export_dtype}: {kept}")
-    written.finish(tokenizer_file, source.origin, training=source.training, keep_class=source.kind == "huggingface")
+                raise NumericsError(
+                    f"{written.overflow}, too large for {config.training.export_dtype}: {kept}"
+                )
+    written.finish(
+        tokenizer_file,
+        source.origin,
+        training=source.training,
+        keep_class=source.kind == "huggingface",
+    )
     return written
 
 
-def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int) -> Manifest:
+def write_checkpoint(
+    folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int
+) -> Manifest:
     """Write a new checkpoint in files of at most `limit_bytes`, cut like `export_folder.split`.
 
     config: the run's options, for a source without any.
@@ -85,7 +109,9 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     folder.mkdir()
     saved: dict[str, SavedFile] = {}
     parameters: dict[str, SavedParameter] = {}
-    with ByteProgress("writing the checkpoint", sum(tensor.num_bytes for tensor in tensors.values())) as progress:
+    with ByteProgress(
+        "writing the checkpoint", sum(tensor.num_bytes for tensor in tensors.values())
+    ) as progress:
         for index, names in enumerate(cut):
             file = rank_file(index)
             some = [tensors[name] for name in names]
@@ -94,7 +120,9 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
             for tensor in some:
                 name, kind = tensor.name.split("/")
                 entry = parameters.setdefault(name, SavedParameter(tensor.dtype, tensor.shape, {}))
-                entry.slices[kind] = [Slice(file, offset, tensor.num_bytes, 0, math.prod(tensor.shape))]
+                entry.slices[kind] = [
+                    Slice(file, offset, tensor.num_bytes, 0, math.prod(tensor.shape))
+                ]
                 offset += tensor.num_bytes
     content = Manifest(
         save_id=save_id,
@@ -110,8 +138,11 @@ def write_checkpoint(folder: Path, source: WeightSource, shapes: Shapes, config:
     return content
 
 
-def _tensors(source: WeightSource, kept: CheckpointSource | None, shapes: Shapes) -> Iterator[files.TensorToWrite]:
-    """Yield the tensors "parameter/kind" of a checkpoint. kept: the source, if its moments and averages are copied."""
+def _tensors(
+    source: WeightSource, kept: CheckpointSource | None, shapes: Shapes
+) -> Iterator[files.TensorToWrite]:
+    """Yield the tensors "parameter/kind" of a checkpoint. kept: the source, if its moments and
+    averages are copied."""
     for name, shape in shapes.items():
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)
@@ -134,4 +165,8 @@ def _fresh_state() -> dict[str, Any]:
     """Return the state of a run before its first update."""
     scale = {"dynamic": False, "scale": 1.0, "good": 0, "patience": 0}
     window = {"loss": (0.0).hex(), "tokens": 0}
-    return {"optimizer": {"updates": 0, "loss_scale": scale}, "window": window, "evaluation_due": False}
+    return {
+        "optimizer": {"updates": 0, "loss_scale": scale},
+        "window": window,
+        "evaluation_due": False,
+    }

@@ -1,7 +1,7 @@
 """Exports: folders for `transformers.AutoModelForCausalLM.from_pretrained`.
 
-All ranks gather one parameter at a time, and rank 0 writes it to its place (`export_folder`). A folder gets its final
-name only when it is complete.
+All ranks gather one parameter at a time, and rank 0 writes it to its place (`export_folder`). A
+folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.replicas import assembled
 
 Weights = Iterator[tuple[str, Tensor]]  # names and full tensors
-# Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow disk catches up.
+# Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow
+# disk catches up.
 AGREE_BYTES = 2**28
 WINDOW_NUMEL = 2**24  # fp32 elements gathered at a time on every rank: 64 MiB
 
 
 def export_weights(model: MultiStage, config: Config, distributed: Distributed) -> Weights:
-    """Yield (name, full weight), trained or averaged, for `save_huggingface`; every rank must iterate to the end.
+    """Yield (name, full weight), trained or averaged, for `save_huggingface`; every rank must
+    iterate to the end.
 
-    In the training dtype these are the weights that the model computes with. For another --export_dtype they come from
-    the fp32 masters (or averages), to be rounded once.
+    In the training dtype these are the weights that the model computes with. For another
+    --export_dtype they come from the fp32 masters (or averages), to be rounded once.
     """
     averaged = config.training.export_weights == "average"
     training_dtype = config.distributed.training_dtype
@@ -48,10 +50,12 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
 
 
 def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Weights:
-    """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other ranks get (0,).
+    """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other
+    ranks get (0,).
 
-    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0 assembles one stage's
-    flat range at a time, in host memory, from windows of all shards; devices hold one window of each at a time.
+    Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0
+    assembles one stage's flat range at a time, in host memory, from windows of all shards; devices
+    hold one window of each at a time.
 
     average: yield running averages, for parameters that have one.
     """
@@ -59,11 +63,15 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
         ranges = _gather(part, model.pipeline.rank_of[stage], distributed, average)
         for slot in part.layout.slots:
             parts = [flat[slot.offset : slot.offset + slot.spec.padded_numel] for flat in ranges]
-            yield slot.spec.name, assembled(slot.spec, parts) if distributed.rank == 0 else ranges.view(-1)
+            yield (
+                slot.spec.name,
+                assembled(slot.spec, parts) if distributed.rank == 0 else ranges.view(-1),
+            )
 
 
 def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool) -> Tensor:
-    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0) elsewhere.
+    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0)
+    elsewhere.
 
     owner: the part's pipeline rank.
     """
@@ -87,7 +95,9 @@ def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool
             if owner != 0:
                 pipeline.receive(gathered, owner).wait()
             distributed.wait_for_device()
-            shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)  # tensor-parallel ranks are adjacent
+            shards = whole.view(ranks, -1, shard_numel).transpose(
+                0, 1
+            )  # tensor-parallel ranks are adjacent
             by_rank = gathered[:, : end - start].view(-1, ranks, end - start)
             for number, shard in enumerate(shards):
                 shard[:, start:end].copy_(by_rank[part.layout.holder(number)])
@@ -103,20 +113,22 @@ def save_huggingface(
     check: Callable[[], None] = lambda: None,
     trained: TrainingSummary | None = None,
 ) -> None:
-    """Write a Hugging Face folder, replacing an older one of the same name; all ranks call this together.
+    """Write a Hugging Face folder, replacing an older one of the same name; all ranks call this
+    together.
 
     Rank 0 rounds to --export_dtype and writes. The files do not depend on the order of the weights.
 
     Args:
-        weights: yields (parameter name, full weight) of the whole model, in the same order on every rank. The next
-            tensor may overwrite the previous one. Only the tensors of rank 0 are read.
+        weights: yields (parameter name, full weight) of the whole model, in the same order on every
+            rank. The next tensor may overwrite the previous one. Only the tensors of rank 0 are
+            read.
         check: see `writing.Save`.
         trained: for the model card.
 
     Raises:
         UsageError: if no architecture can express the model.
-        NumericsError: on every rank, if a weight is too large for --export_dtype; no folder appears.
-        StorageError: on every rank, if the folder cannot be written.
+        NumericsError: on every rank, if a weight is too large for --export_dtype; no folder
+        appears. StorageError: on every rank, if the folder cannot be written.
     """
     shapes = [(spec.name, tuple(spec.shape)) for spec in model.specs()]
     folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))
@@ -148,7 +160,9 @@ def save_huggingface(
         raise
 
 
-def _write_all(distributed: Distributed, what: str, path: Path, folder: ExportFolder, weights: Weights) -> None:
+def _write_all(
+    distributed: Distributed, what: str, path: Path, folder: ExportFolder, weights: Weights
+) -> None:
     """Write every weight on rank 0. If that fails, all ranks raise at the next agreement."""
     failure: Exception | None = None
     waiting_bytes, total_bytes = 0, sum(folder.num_bytes.values())

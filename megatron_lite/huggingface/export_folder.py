@@ -1,11 +1,13 @@
-"""Write a Hugging Face folder. Names and shapes determine each tensor's place before any value is known.
+"""Write a Hugging Face folder. Names and shapes determine each tensor's place before any value is
+known.
 
-Values can therefore arrive in any order, one parameter in memory at a time, and the folder's bytes depend neither on
-the number of ranks nor on the ZeRO stage.
+Values can therefore arrive in any order, one parameter in memory at a time, and the folder's bytes
+depend neither on the number of ranks nor on the ZeRO stage.
 
-Tensors are split into files as by `save_pretrained` in transformers: in name order, with a new file when the next
-tensor would exceed the limit, a separate file for a tensor above the limit, and a single file without an index if
-everything fits. Files have mode 0666 and folders 0777, minus the user's umask.
+Tensors are split into files as by `save_pretrained` in transformers: in name order, with a new file
+when the next tensor would exceed the limit, a separate file for a tensor above the limit, and a
+single file without an index if everything fits. Files have mode 0666 and folders 0777, minus the
+user's umask.
 """
 
 from __future__ import annotations
@@ -37,9 +39,7 @@ from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
 
 # How transformers splits text for every qwen2 model, whatever its tokenizer.json says.
-QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class TensorPlace(NamedTuple):
@@ -51,10 +51,12 @@ class TensorPlace(NamedTuple):
 
 
 class ExportFolder:
-    """The files of an export, with the place of each Hugging Face tensor, and, after `create`, a folder being written.
+    """The files of an export, with the place of each Hugging Face tensor, and, after `create`, a
+    folder being written.
 
-    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more is written, and the
-    folder must not be published. `progress` is to be closed after the last `write`.
+    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more
+    is written, and the folder must not be published. `progress` is to be closed after the last
+    `write`.
 
     parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
 
@@ -63,25 +65,38 @@ class ExportFolder:
         OSError: from all methods that write, if writing fails.
     """
 
-    def __init__(self, parameters: Collection[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int) -> None:
+    def __init__(
+        self, parameters: Collection[tuple[str, tuple[int, ...]]], config: Config, limit_bytes: int
+    ) -> None:
         self.config, self.overflow = config, ""
         architecture = check_exportable(config.model, config.training.export_model_type)
         self.dtype = DTYPES[config.training.export_dtype]
-        self._pieces = {name: pieces(name, shape, architecture, config.model) for name, shape in parameters}
+        self._pieces = {
+            name: pieces(name, shape, architecture, config.model) for name, shape in parameters
+        }
         self._missing = set(self._pieces)
-        self.num_bytes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters}  # of ours
+        self.num_bytes = {
+            name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters
+        }  # of ours
         self.progress = ByteProgress("writing the export", sum(self.num_bytes.values()))
         self._constants = list(constants(architecture, config.model))
         shapes = {constant.name: constant.shape for constant in self._constants}
         for piece in (piece for every in self._pieces.values() for piece in every):
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
-        sizes = {name: math.prod(shapes[name]) * self.dtype.itemsize for name in sorted(shapes, key=_natural)}
+        sizes = {
+            name: math.prod(shapes[name]) * self.dtype.itemsize
+            for name in sorted(shapes, key=_natural)
+        }
         self.total_bytes = sum(sizes.values())
         cut = split(sizes, limit_bytes)
         self.names: dict[str, list[str]] = {}  # of the tensors in each file
         self.places: dict[str, TensorPlace] = {}
         for number, names in enumerate(cut, start=1):
-            file = WEIGHTS_NAME if len(cut) == 1 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
+            file = (
+                WEIGHTS_NAME
+                if len(cut) == 1
+                else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
+            )
             self.names[file], offset = names, 0
             for name in names:
                 self.places[name] = TensorPlace(file, offset, shapes[name])
@@ -138,10 +153,11 @@ class ExportFolder:
         training: Mapping[str, Any] = MappingProxyType({}),
         keep_class: bool = False,
     ) -> None:
-        """Add index, configuration, tokenizer and model card, and sync everything before publishing.
+        """Add index, configuration, tokenizer and model card, and sync everything before
+        publishing.
 
-        origin: see `read_origin`. keep_class: see `copy_tokenizer`. trained: for the card. training: for
-        config.json, see `saved_state.TRAINING`.
+        origin: see `read_origin`. keep_class: see `copy_tokenizer`. trained: for the card.
+        training: for config.json, see `saved_state.TRAINING`.
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
@@ -149,17 +165,30 @@ class ExportFolder:
             weight_map = {name: self.places[name].file for name in sorted(self.places)}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             _write_json(self._folder / INDEX_NAME, index)
-        found = {} if tokenizer_file is None else copy_tokenizer(tokenizer_file, self._folder, keep_class)
+        found = (
+            {}
+            if tokenizer_file is None
+            else copy_tokenizer(tokenizer_file, self._folder, keep_class)
+        )
         model = Path(self.config.source.pretrained_checkpoint_path or "", "tokenizer.model")
         if found and model.is_file():  # the data's tokenizer has none beside it
             shutil.copyfile(model, self._folder / model.name)
         is_trained = bool(training)
         ids = special_ids(origin.get("ids", {}), found, is_trained)
-        content = hugging_face_config(self.config, ids) | ({TRAINING_KEY: dict(training)} if is_trained else {})
+        content = hugging_face_config(self.config, ids) | (
+            {TRAINING_KEY: dict(training)} if is_trained else {}
+        )
         _write_json(self._folder / CONFIG_NAME, content)
-        text = "" if tokenizer_file is None else (self._folder / "tokenizer.json").read_text("utf-8")
+        text = (
+            "" if tokenizer_file is None else (self._folder / "tokenizer.json").read_text("utf-8")
+        )
         compared = trained is not None and trained.compared
-        if not compared and content["model_type"] == "qwen2" and text and json.dumps(QWEN_PATTERN) not in text:
+        if (
+            not compared
+            and content["model_type"] == "qwen2"
+            and text
+            and json.dumps(QWEN_PATTERN) not in text
+        ):
             files.logger.warning(
                 "AutoTokenizer splits text of every qwen2 model like Qwen's; load the tokenizer of this export with "
                 "transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
@@ -169,13 +198,16 @@ class ExportFolder:
         generation = {key: value for key, value in stated.items() if value is not None}
         _write_json(self._folder / GENERATION_NAME, generation)
         parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
-        card = model_card(self.config, content["model_type"], parameters, trained, origin.get("card"))
+        card = model_card(
+            self.config, content["model_type"], parameters, trained, origin.get("card")
+        )
         files.write_text(self._folder / CARD_NAME, card)
         sync_files(self._folder)
 
 
 def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own file.
+    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own
+    file.
 
     Source: `split_torch_state_dict_into_shards` of huggingface_hub.
     """
@@ -196,11 +228,14 @@ def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]
 
 
 def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:
-    """Assemble a Hugging Face tensor from rows of our parameter: a view if possible, else a copy on the host."""
+    """Assemble a Hugging Face tensor from rows of our parameter: a view if possible, else a copy on
+    the host."""
     first = parts[0]
     if len(parts) == 1:
         ours = values[first.first_row : first.first_row + first.rows]

@@ -1,4 +1,5 @@
-"""Open the weights in a folder, and start a model from them: every rank reads only the elements of its own shards."""
+"""Open the weights in a folder, and start a model from them: every rank reads only the elements of
+its own shards."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.checkpoint.compatibility import check_architecture, keeps_moments, optimizer_state, saved_optimizer
+from megatron_lite.checkpoint.compatibility import (
+    check_architecture,
+    keeps_moments,
+    optimizer_state,
+    saved_optimizer,
+)
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.config import Config, ModelConfig
@@ -37,18 +43,25 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 
 def open_one(
-    folder: Path, kind: str, model: ModelConfig | None = None, weights: str = "raw", state: bool = False
+    folder: Path,
+    kind: str,
+    model: ModelConfig | None = None,
+    weights: str = "raw",
+    state: bool = False,
 ) -> WeightSource:
-    """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: what the files describe.
+    """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: what the
+    files describe.
 
     Raises:
-        DamagedError: if the folder is a damaged checkpoint, or a Hugging Face folder that cannot be used.
-        CheckpointError: if it cannot be used.
+        DamagedError: if the folder is a damaged checkpoint, or a Hugging Face folder that cannot be
+        used. CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
         return CheckpointSource(folder, weights == "average", state)
     if weights == "average":
-        raise CheckpointError(f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out")
+        raise CheckpointError(
+            f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out"
+        )
     try:
         return HuggingFaceSource(folder, model)
     except CheckpointError as error:
@@ -56,15 +69,20 @@ def open_one(
 
 
 def open_source(
-    folder: Path, kind: str | None = None, weights: str = "raw", whole: bool = False, state: bool = False
+    folder: Path,
+    kind: str | None = None,
+    weights: str = "raw",
+    whole: bool = False,
+    state: bool = False,
 ) -> WeightSource:
-    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of them or an experiment directory.
+    """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of them or an
+    experiment directory.
 
     Args:
         kind: one of model_folder.KINDS; None: whichever the folder holds.
         weights: raw, or average: the running averages in a checkpoint.
-        whole: of several, also read the values: damaged checkpoints are skipped with a warning, as on resume.
-        state: moments and averages will also be read; see `CheckpointSource`.
+        whole: of several, also read the values: damaged checkpoints are skipped with a warning, as
+        on resume. state: moments and averages will also be read; see `CheckpointSource`.
 
     Raises:
         CheckpointError: if there is none; suggests a fix.
@@ -84,7 +102,9 @@ def open_source(
         problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else problem)
         if len(found) > 1:
             what = "checkpoint" if own_kind == "distributed" else "export"
-            files.logger.warning("%s %s: %s; skipped, looking for an older one", what, path, RunError(problem))
+            files.logger.warning(
+                "%s %s: %s; skipped, looking for an older one", what, path, RunError(problem)
+            )
     raise unusable(folder, found, problems)
 
 
@@ -107,7 +127,8 @@ FLAG = "--pretrained_checkpoint_path"
 def open_pretrained(
     config: Config, shapes: Shapes, distributed: Distributed, report: Callable[[str], None]
 ) -> WeightSource:
-    """Open and check the source named by the flags; all ranks call this together, before memory is allocated.
+    """Open and check the source named by the flags; all ranks call this together, before memory is
+    allocated.
 
     Args:
         shapes: of the model's parameters.
@@ -125,8 +146,13 @@ def open_pretrained(
         "--allow_partial_checkpoint": config.source.allow_partial_checkpoint,
     }
     need_state = [flag for flag, given in flags.items() if given]
-    found = with_state(_together(distributed, lambda: source_folders(folder, wanted)), bool(need_state))
-    found = [(kind, Path(path)) for kind, path in distributed.broadcast_object([(k, str(p)) for k, p in found])]
+    found = with_state(
+        _together(distributed, lambda: source_folders(folder, wanted)), bool(need_state)
+    )
+    found = [
+        (kind, Path(path))
+        for kind, path in distributed.broadcast_object([(k, str(p)) for k, p in found])
+    ]
     if need_state and found[0][0] != "distributed":
         raise CheckpointError(
             f"{need_state[0]}: {folder} is a Hugging Face folder, not a checkpoint, and holds no optimizer state; "
@@ -137,13 +163,17 @@ def open_pretrained(
         check = pinned(path)
         look = functools.partial(_open_and_look, path, kind, config, shapes, distributed)
         source, own_problem = _together(distributed, look)
-        problem = next((text for text in distributed.gather_objects(own_problem) if text is not None), None)
+        problem = next(
+            (text for text in distributed.gather_objects(own_problem) if text is not None), None
+        )
         if source is not None and problem is None:
             return source
         if source is not None:
             source.close()
         _together(distributed, check)
-        problems.append(f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else str(problem))
+        problems.append(
+            f"{path.relative_to(folder)}: {problem}" if len(found) > 1 else str(problem)
+        )
         if len(found) > 1:
             report(f"{FLAG}: {path}: {problem}; skipped, looking for an older one")
     raise CheckpointError(f"{FLAG}: {unusable(folder, found, problems)}")
@@ -152,7 +182,8 @@ def open_pretrained(
 def _open_and_look(
     path: Path, kind: str, config: Config, shapes: Shapes, distributed: Distributed
 ) -> tuple[WeightSource | None, str | None]:
-    """Return the source, or None if its manifest is damaged, and the damage that this rank found, if any."""
+    """Return the source, or None if its manifest is damaged, and the damage that this rank found,
+    if any."""
     try:
         source = open_one(path, kind, config.model, state="optimizer" in config.source.load_parts)
     except DamagedError as error:
@@ -171,7 +202,10 @@ def _open_and_look(
             for name, shape in shapes.items()
         }
     if isinstance(source, CheckpointSource) and config.source.allow_partial_checkpoint:
-        source.check({name: shape for name, shape in shapes.items() if name in source.content.parameters}, partial=True)
+        source.check(
+            {name: shape for name, shape in shapes.items() if name in source.content.parameters},
+            partial=True,
+        )
     else:
         source.check(shapes)
     return source, source.damage(distributed.rank, distributed.world_size)
@@ -196,12 +230,14 @@ def load_weights(
     missing: frozenset[str] = frozenset(),
     resize: str | None = None,
 ) -> None:
-    """Fill the weight shards one by one; padding becomes zero, and parameters that the source lacks do not change.
+    """Fill the weight shards one by one; padding becomes zero, and parameters that the source lacks
+    do not change.
 
     resize: of --resize_vocabulary; with `random`, rows that the source lacks do not change.
 
     Raises:
-        CheckpointError: on every rank, if a file can no longer be read or holds a value that is not finite.
+        CheckpointError: on every rank, if a file can no longer be read or holds a value that is not
+        finite.
     """
 
     def fill() -> None:
@@ -227,8 +263,11 @@ def load_weights(
         )
 
 
-def _read_rows(source: WeightSource, spec: ParameterSpec, tile: Tile, target: Tensor, with_mean: bool) -> None:
-    """Read the rows of a vocabulary that a source has, and with `with_mean` fill the others with the mean of all those.
+def _read_rows(
+    source: WeightSource, spec: ParameterSpec, tile: Tile, target: Tensor, with_mean: bool
+) -> None:
+    """Read the rows of a vocabulary that a source has, and with `with_mean` fill the others with
+    the mean of all those.
 
     tile: a run, for tensor-parallel ranks have whole rows.
     """
@@ -242,7 +281,8 @@ def _read_rows(source: WeightSource, spec: ParameterSpec, tile: Tile, target: Te
 
 
 def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str | None]:
-    """Return the model's parameters that a source lacks, and a line that names these and the source's unused ones."""
+    """Return the model's parameters that a source lacks, and a line that names these and the
+    source's unused ones."""
     if not isinstance(source, CheckpointSource):
         return frozenset(), None
     ours = [spec.name for spec in model.specs()]
@@ -250,8 +290,13 @@ def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str
     others = sorted(source.content.parameters.keys() - set(ours))
     if not missing and not others:
         return frozenset(), None
-    lists = (("initialized, because it lacks them", missing), ("not used, because the model lacks them", others))
-    line = "; ".join(f"{len(names)} parameters {what}: {shorten(names)}" for what, names in lists if names)
+    lists = (
+        ("initialized, because it lacks them", missing),
+        ("not used, because the model lacks them", others),
+    )
+    line = "; ".join(
+        f"{len(names)} parameters {what}: {shorten(names)}" for what, names in lists if names
+    )
     return frozenset(missing), f"--allow_partial_checkpoint=1: {source.folder}: {line}"
 
 
@@ -261,7 +306,8 @@ def load_moments(
     """Fill the optimizer's moments; those that the current `optimizer` cannot use stay zero.
 
     Returns:
-        The rest of the optimizer state, for `Optimizer.load_rule`, and a line about the moments that stay zero, if any.
+        The rest of the optimizer state, for `Optimizer.load_rule`, and a line about the moments
+        that stay zero, if any.
 
     Raises:
         CheckpointError: on every rank, if no moments can be used or a file can no longer be read.
@@ -275,15 +321,23 @@ def load_moments(
         for slot in part.layout.slots
         if kind in MOMENTS and part.has(kind, slot.spec)
     ]
-    fitting = {(kind, spec.name) for kind, spec in wanted if keeps_moments(before, optimizer, bool(spec.matrix_rows))}
-    kept = fitting & {(kind, name) for name, saved in content.parameters.items() for kind in saved.slices}
+    fitting = {
+        (kind, spec.name)
+        for kind, spec in wanted
+        if keeps_moments(before, optimizer, bool(spec.matrix_rows))
+    }
+    kept = fitting & {
+        (kind, name) for name, saved in content.parameters.items() for kind in saved.slices
+    }
 
     def fill() -> None:
         for _, part in model.parts():
             for kind in part.kinds():
                 for spec, tile in part.layout.tiles(distributed.data.rank):
                     if (kind, spec.name) in kept:
-                        source.read_state(spec.name, kind, tile, part.read(kind)[tile.offset : tile.end])
+                        source.read_state(
+                            spec.name, kind, tile, part.read(kind)[tile.offset : tile.end]
+                        )
 
     _together(distributed, fill)
     num_lost = len(wanted) - len(kept)
@@ -307,7 +361,8 @@ def start_from(
     distributed: Distributed,
     logger: logging.Logger,
 ) -> int:
-    """Load pretrained weights, with optimizer state if requested; return the number of completed iterations.
+    """Load pretrained weights, with optimizer state if requested; return the number of completed
+    iterations.
 
     Without `step` in --load_parts, iterations, schedule and data start over.
     """
@@ -324,7 +379,9 @@ def start_from(
             name = config.optimizer.optimizer
             state, note = load_moments(source, model, distributed, name)
             optimizer.load_rule(state)
-            logger.info("  with the state of its optimizer, after %s updates", f"{state['updates']:,}")
+            logger.info(
+                "  with the state of its optimizer, after %s updates", f"{state['updates']:,}"
+            )
             if note is not None:
                 logger.warning(note)
         if "step" not in config.source.load_parts or source.iteration is None:

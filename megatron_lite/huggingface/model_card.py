@@ -1,7 +1,8 @@
-"""README.md of an export: the model, the data by name, the training and its command, as far as known.
+"""README.md of an export: the model, the data by name, the training and its command, as far as
+known.
 
-The license is left to whoever publishes the model. The card contains no folders or secrets: it names only the last part
-of a path, and omits options with private paths.
+The license is left to whoever publishes the model. The card contains no folders or secrets: it
+names only the last part of a path, and omits options with private paths.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment
 
-# Areas whose options describe the training; those of other areas say where and how it ran and are left out.
+# Areas whose options describe the training; those of other areas say where and how it ran and are
+# left out.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
-PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")  # in the names of options with paths
+PRIVATE = (
+    "path",
+    "dir",
+    "file",
+    "script",
+    "env",
+    "folder",
+    "prompts",
+)  # in the names of options with paths
 TEXT = """\
 ---
 library_name: transformers
@@ -58,19 +68,26 @@ class TrainingSummary:
     losses: dict[str, float]  # by name, in nats per token
     counts: JsonObject  # see `data.counts`
     facts: JsonObject = field(default_factory=dict)  # see `saved_state.TRAINING`
-    origin: JsonObject = field(default_factory=dict)  # of the weights that it began with, see `read_origin`
+    origin: JsonObject = field(
+        default_factory=dict
+    )  # of the weights that it began with, see `read_origin`
     compared: bool = False  # whether the run itself says what AutoTokenizer makes of its exports
 
 
 def model_card(
-    config: Config, model_type: str, parameters: int, trained: TrainingSummary | None, kept: list[str] | None = None
+    config: Config,
+    model_type: str,
+    parameters: int,
+    trained: TrainingSummary | None,
+    kept: list[str] | None = None,
 ) -> str:
     """Return the text of README.md.
 
     Args:
-        config: resolved; only its model is used if `trained` is None, as for weights of unknown origin.
-        model_type: the architecture's name in transformers.
-        kept: lines of the card that the weights came with, such as the license; None or empty: none.
+        config: resolved; only its model is used if `trained` is None, as for weights of unknown
+        origin. model_type: the architecture's name in transformers.
+        kept: lines of the card that the weights came with, such as the license; None or empty:
+        none.
     """
     return TEXT.format(
         kept="\n".join(kept or [UNCHOSEN]),
@@ -85,8 +102,14 @@ def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tu
     model = config.model
     yield "architecture", f"`{model_type}`"
     yield "parameters", f"{parameters:,}"
-    yield "blocks, hidden size, MLP size", f"{model.num_layers:,}, {model.hidden_size:,}, {model.ffn_hidden_size:,}"
-    yield "attention heads, groups, channels", f"{model.num_attention_heads}, {model.head_groups}, {model.kv_channels}"
+    yield (
+        "blocks, hidden size, MLP size",
+        f"{model.num_layers:,}, {model.hidden_size:,}, {model.ffn_hidden_size:,}",
+    )
+    yield (
+        "attention heads, groups, channels",
+        f"{model.num_attention_heads}, {model.head_groups}, {model.kv_channels}",
+    )
     yield "vocabulary", f"{model.vocab_size:,}"
     yield "dtype of the weights", config.training.export_dtype
 
@@ -101,7 +124,11 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
     tokens, known = batches.consumed_tokens(trained.iteration), Counter[str]()
     for _, name, _, length, samples in trained.counts["sets"]:
         known[name] += length * samples
-    other = "random tokens, a test" if config.data.dataset_source == "random" else "data that was not counted"
+    other = (
+        "random tokens, a test"
+        if config.data.dataset_source == "random"
+        else "data that was not counted"
+    )
     known[other] += tokens - known.total()
     names = [f"`{_plain(name)}` ({count / tokens:.1%})" for name, count in known.items() if count]
     yield "\n## Training\n"
@@ -137,4 +164,6 @@ def _table(rows: Iterator[tuple[str, str]]) -> str:
 
 def _plain(text: str) -> str:
     """Return a name without characters that are special in Markdown, YAML or a terminal."""
-    return "".join(letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text)[:200]
+    return "".join(
+        letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text
+    )[:200]

@@ -1,10 +1,11 @@
 """A folder of weights: its kind, and the model that it describes. Imports no torch.
 
-The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints). A folder of several, or an
-experiment directory, stands for the newest good one in it; anything else is rejected by name, with a fix. A folder is
-untrusted input: its files may be links, as in the cache of the Hugging Face hub, but an index may only name files in
-the folder itself, JSON size is limited, and pickles are never opened. The model is checked like a command line, against
-the types, bounds and rules of our options. Messages begin with the folder.
+The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints). A
+folder of several, or an experiment directory, stands for the newest good one in it; anything else
+is rejected by name, with a fix. A folder is untrusted input: its files may be links, as in the
+cache of the Hugging Face hub, but an index may only name files in the folder itself, JSON size is
+limited, and pickles are never opened. The model is checked like a command line, against the types,
+bounds and rules of our options. Messages begin with the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, read_bytes, reason
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    find_checkpoints,
+    parse_json,
+    read_bytes,
+    reason,
+)
 from megatron_lite.config import BatchConfig, Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
@@ -29,7 +36,9 @@ WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26}
 
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
-_OTHER_FORMAT = re.compile(r".*\.(gguf|ggml|h5|msgpack|onnx|npz)|consolidated.*\.safetensors|params\.json")
+_OTHER_FORMAT = re.compile(
+    r".*\.(gguf|ggml|h5|msgpack|onnx|npz)|consolidated.*\.safetensors|params\.json"
+)
 _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,200}\.safetensors")
 _SHOWN = 100  # characters of a name shown in a message
 
@@ -49,7 +58,9 @@ def source_folders(folder: Path, kind: str | None = None) -> list[tuple[str, Pat
         found = _found(folder, names)
         if fitting := [pair for pair in found if kind in (None, pair[0])]:
             return fitting
-        raise CheckpointError(f"{folder}: {_why_not(folder, names, kind, found[0][0] if found else None)}")
+        raise CheckpointError(
+            f"{folder}: {_why_not(folder, names, kind, found[0][0] if found else None)}"
+        )
     except OSError as error:
         raise CheckpointError(f"{folder}: {_unreadable(folder, error)}") from None
 
@@ -78,17 +89,23 @@ def _found(folder: Path, names: set[str]) -> list[tuple[str, Path]]:
     if MANIFEST_NAME in names:
         return [("distributed", folder)]
     is_run = is_experiment(names)
-    if not is_run and (names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(map(_PICKLE.fullmatch, names))):
+    if not is_run and (
+        names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME} or any(map(_PICKLE.fullmatch, names))
+    ):
         return [("huggingface", folder)]
     parents = [folder / "checkpoints", folder / "export"] if is_run else [folder]
     found = [item for parent in parents for item in find_checkpoints(parent)]
     paths = [path for _, path in sorted(found, key=lambda item: -item[0])]
-    return [("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in paths]
+    return [
+        ("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in paths
+    ]
 
 
 def is_experiment(names: Collection[str]) -> bool:
     """Whether these are the names in an experiment directory, whose config.json is our own."""
-    ours = {"checkpoints", "metrics.jsonl"}.intersection(names) or {"runs", "exit.json"}.issubset(names)
+    ours = {"checkpoints", "metrics.jsonl"}.intersection(names) or {"runs", "exit.json"}.issubset(
+        names
+    )
     return bool(ours) and not {WEIGHTS_NAME, INDEX_NAME}.intersection(names)
 
 
@@ -109,7 +126,8 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the safetensors files of a Hugging Face folder and its index, tensor -> file; {} without an index.
+    """Return the safetensors files of a Hugging Face folder and its index, tensor -> file; {}
+    without an index.
 
     Like transformers, prefer model.safetensors to an index.
 
@@ -146,7 +164,9 @@ def _no_weights(names: set[str]) -> str:
 def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
     weight_map = read_object(folder, INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder}: {INDEX_NAME}: weight_map is not a map of tensors; download the file again")
+        raise CheckpointError(
+            f"{folder}: {INDEX_NAME}: weight_map is not a map of tensors; download the file again"
+        )
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _PLAIN.fullmatch(name):
             raise CheckpointError(
@@ -165,9 +185,13 @@ def read_object(folder: Path, name: str) -> JsonObject:
     try:
         values = parse_json(read_bytes(folder / name, LIMIT_BYTES[name], follow_links=True))
     except OSError as error:
-        raise CheckpointError(f"{folder}: {name}: {reason(error)}; download the folder again") from None
+        raise CheckpointError(
+            f"{folder}: {name}: {reason(error)}; download the folder again"
+        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{folder}: {name}: not readable ({error}); download the file again") from None
+        raise CheckpointError(
+            f"{folder}: {name}: not readable ({error}); download the file again"
+        ) from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{folder}: {name}: not a JSON object; download the file again")
     return values
@@ -190,7 +214,8 @@ def hugging_face_values(folder: Path) -> tuple[Options, str]:
 
 
 def checkpoint_values(config: Options, where: str) -> Options:
-    """Return the model options in a manifest's flat configuration, whose values are already checked.
+    """Return the model options in a manifest's flat configuration, whose values are already
+    checked.
 
     Raises:
         CheckpointError: if it has options that this version does not know.
@@ -205,7 +230,8 @@ def checkpoint_values(config: Options, where: str) -> Options:
 
 
 def saved_model_type(config: Options) -> str | None:
-    """Return the --export_model_type of a checkpoint's flat configuration, if this version knows it."""
+    """Return the --export_model_type of a checkpoint's flat configuration, if this version knows
+    it."""
     name = config.get("export_model_type")
     return name if name in MODEL_TYPES else None
 
@@ -222,5 +248,7 @@ def resolved_model(values: Options, where: str) -> ModelConfig:
     resolved, problems = examine(Config(model=model, batch=batch), 1)
     for problem in problems:
         if not set(MODEL_OPTIONS).isdisjoint(problem.names):
-            raise CheckpointError(f"{where}: it describes a model that cannot be built: {problem.message}")
+            raise CheckpointError(
+                f"{where}: it describes a model that cannot be built: {problem.message}"
+            )
     return resolved.model

@@ -1,4 +1,5 @@
-"""Keep what a model folder says and training does not change: ids of special tokens, generation settings, licence."""
+"""Keep what a model folder says and training does not change: ids of special tokens, generation
+settings, licence."""
 
 from __future__ import annotations
 
@@ -13,20 +14,30 @@ from megatron_lite.data.tokenizing import read_object
 GENERATION_NAME, CARD_NAME = "generation_config.json", "README.md"
 UNCHOSEN = "license: other\nlicense_name: choose-a-license"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_KEPT = re.compile(r"^(?:license|license_name|license_link|base_model):.*(?:\n[ \t-].*)*", re.MULTILINE)
+_KEPT = re.compile(
+    r"^(?:license|license_name|license_link|base_model):.*(?:\n[ \t-].*)*", re.MULTILINE
+)
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder that concerns tokens (`ids`), `generation`, and lines of its `card`."""
+    """Return the `config.json` of a folder that concerns tokens (`ids`), `generation`, and lines of
+    its `card`."""
     content, header = read_object(folder / "config.json"), ""
     with contextlib.suppress(OSError, ValueError, IndexError):
         header = (folder / CARD_NAME).read_text("utf-8").split("---\n")[1].replace(UNCHOSEN, "")
     ids = {key: content[key] for key in _IDS if key in content}
-    return {"ids": ids, "generation": read_object(folder / GENERATION_NAME), "card": _KEPT.findall(header)}
+    return {
+        "ids": ids,
+        "generation": read_object(folder / GENERATION_NAME),
+        "card": _KEPT.findall(header),
+    }
 
 
-def special_ids(stated: Mapping[str, Any], tokenizer: Mapping[str, int | None], is_trained: bool) -> dict[str, Any]:
-    """Return the ids of an export: as stated, or else the tokenizer's, whose end of a document ends trained texts."""
+def special_ids(
+    stated: Mapping[str, Any], tokenizer: Mapping[str, int | None], is_trained: bool
+) -> dict[str, Any]:
+    """Return the ids of an export: as stated, or else the tokenizer's, whose end of a document ends
+    trained texts."""
     ids = {key: tokenizer.get(key) if stated.get(key) is None else stated[key] for key in _IDS}
     ends, end = ids["eos_token_id"], tokenizer.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

@@ -1,4 +1,5 @@
-"""Where each row of our parameters is in the tensors of a Hugging Face model: one table for both directions.
+"""Where each row of our parameters is in the tensors of a Hugging Face model: one table for both
+directions.
 
 Ours            GPT-2, GPTBigCode              the others
 q, k, v rows    one tensor (GPTBigCode with    three tensors
@@ -47,8 +48,8 @@ class Constant(NamedTuple):
     value: float
 
 
-# Columns: our module, GPT-2's and GPTBigCode's, and that of the other architectures ("-": none). The second part of the
-# table is inside a block.
+# Columns: our module, GPT-2's and GPTBigCode's, and that of the other architectures ("-": none).
+# The second part of the table is inside a block.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -67,13 +68,19 @@ _TABLE = """
 _ROWS = [line.split() for line in _TABLE.splitlines() if line]
 _GPT, _OTHERS = ({row[0]: row[column] for row in _ROWS if row[column] != "-"} for column in (1, 2))
 _MODULES = MappingProxyType(
-    {"gpt2": _GPT, "gpt_bigcode": _GPT, "starcoder2": _OTHERS | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}}
+    {
+        "gpt2": _GPT,
+        "gpt_bigcode": _GPT,
+        "starcoder2": _OTHERS | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    }
 )
 # Suffixes of buffers that older versions of transformers saved with the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig) -> list[MappedRows]:
+def pieces(
+    name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig
+) -> list[MappedRows]:
     """Split one of our parameters into pieces, in order, that cover its rows.
 
     Raises:
@@ -81,7 +88,11 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
     modules = _MODULES.get(architecture, _OTHERS)
-    plus = 1.0 if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization else 0.0
+    plus = (
+        1.0
+        if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization
+        else 0.0
+    )
     if not owner.startswith("blocks."):
         return [MappedRows(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
@@ -92,7 +103,9 @@ def pieces(name: str, shape: tuple[int, ...], architecture: str, model: ModelCon
         their_rows = sum(part_rows for name, _, part_rows, _ in parts if name == theirs)
         their_shape = (*shape[1:], their_rows) if transposed else (their_rows, *shape[1:])
         theirs_name = f"{prefix}.{theirs}.{kind}"
-        found.append(MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus))
+        found.append(
+            MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus)
+        )
     return found
 
 
@@ -107,7 +120,8 @@ def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:
 def _parts(
     part: str, rows: int, modules: dict[str, str], architecture: str, model: ModelConfig
 ) -> list[tuple[str, int, int, int]]:
-    """Split one part of a block into (their layer, first row of ours, rows, first row of theirs)."""
+    """Split one part of a block into (their layer, first row of ours, rows, first row of
+    theirs)."""
     if part == "attention.query_key_value":
         return list(_query_key_value(architecture, model))
     if part == "mlp.up" and model.gated:
@@ -124,7 +138,12 @@ def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[st
     if architecture == "gpt_bigcode" and groups == heads:
         for which, first in enumerate(firsts):
             for head in range(heads):
-                yield "attn.c_attn", first + head * channels, channels, (3 * head + which) * channels
+                yield (
+                    "attn.c_attn",
+                    first + head * channels,
+                    channels,
+                    (3 * head + which) * channels,
+                )
     elif architecture in ("gpt2", "gpt_bigcode"):
         yield "attn.c_attn", 0, sum(sizes), 0
     else:
@@ -137,20 +156,28 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
 
     Norm weights are ones and biases are zeros, which is exact.
     """
-    theirs = dataclasses.replace(model, use_layer_norm_weight=True, **biases_of(architecture, model))
+    theirs = dataclasses.replace(
+        model, use_layer_norm_weight=True, **biases_of(architecture, model)
+    )
     ours = shapes_of(build_gpt(model, 1))
     for name, shape in shapes_of(build_gpt(theirs, 1)).items():
         if name not in ours:
-            tensors = {piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)}
+            tensors = {
+                piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)
+            }
             value = 1.0 if name.endswith("norm.weight") else 0.0
-            yield from (Constant(theirs_name, theirs_shape, value) for theirs_name, theirs_shape in tensors.items())
+            yield from (
+                Constant(theirs_name, theirs_shape, value)
+                for theirs_name, theirs_shape in tensors.items()
+            )
 
 
 def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
-    """Return the name that `pieces` uses for a tensor in a file; None if the tensor is not a weight.
+    """Return the name that `pieces` uses for a tensor in a file; None if the tensor is not a
+    weight.
 
-    Files of a model without its head, such as the original GPT-2, omit the first part of every name. Buffers, and the
-    head of a model that ties it to the embedding, are not weights.
+    Files of a model without its head, such as the original GPT-2, omit the first part of every
+    name. Buffers, and the head of a model that ties it to the embedding, are not weights.
     """
     if name.endswith(_BUFFERS) or (name == "lm_head.weight" and model.tie_word_embeddings):
         return None

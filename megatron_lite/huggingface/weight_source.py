@@ -1,7 +1,9 @@
-"""Model weights in files, read slice by slice: a rank reads only its shards, a converter one parameter at a time.
+"""Model weights in files, read slice by slice: a rank reads only its shards, a converter one
+parameter at a time.
 
-A source knows where its files hold each element of our parameters, and has one chunk in memory at a time. For a Hugging
-Face folder, `weight_map.pieces` maps the rows of our parameters to rows of their tensors.
+A source knows where its files hold each element of our parameters, and has one chunk in memory at a
+time. For a Hugging Face folder, `weight_map.pieces` maps the rows of our parameters to rows of
+their tensors.
 """
 
 from __future__ import annotations
@@ -46,13 +48,16 @@ ADVICE = "restore it or download it again"
 class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     """A model's weights in a folder.
 
-    Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for damage.
+    Call `check` with the shapes of the model's parameters first, then `read`; `verify` looks for
+    damage.
     """
 
     kind: str  # one of model_folder.KINDS
     model: ModelConfig  # the resolved model that the files describe
     iteration: int | None = None  # of our checkpoints
-    model_type: str | None  # its Hugging Face architecture, or the requested one for exports; None: any
+    model_type: (
+        str | None
+    )  # its Hugging Face architecture, or the requested one for exports; None: any
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
     origin: JsonObject  # of the weights that it began with, see `read_origin`; empty if unknown
@@ -88,7 +93,8 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
             raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")
 
     def read(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Fill `target` (n,), on any device and of any dtype, with the elements of a tile of a parameter.
+        """Fill `target` (n,), on any device and of any dtype, with the elements of a tile of a
+        parameter.
 
         Raises:
             CheckpointError: if a file can no longer be read.
@@ -120,7 +126,9 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     def _refuse(self, problems: list[str], fix: str) -> None:
         """Raise a one-line error for all problems, if any."""
         if problems:
-            raise CheckpointError(f"{self.folder}: does not fit the model: {shorten(problems)}; {fix}")
+            raise CheckpointError(
+                f"{self.folder}: does not fit the model: {shorten(problems)}; {fix}"
+            )
 
 
 def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -131,7 +139,8 @@ def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tenso
 
 
 class CheckpointSource(WeightSource):
-    """One of our checkpoints. With `average`, reads running averages instead of weights, except of frozen parameters.
+    """One of our checkpoints. With `average`, reads running averages instead of weights, except of
+    frozen parameters.
 
     state: `damage` also checks moments and averages, for `read_state`.
 
@@ -147,25 +156,35 @@ class CheckpointSource(WeightSource):
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         files.check_sizes(folder, self.content.files)
         self.iteration, config = self.content.iteration, self.content.config
-        self.model = model_folder.resolved_model(model_folder.checkpoint_values(config, str(folder)), str(folder))
+        self.model = model_folder.resolved_model(
+            model_folder.checkpoint_values(config, str(folder)), str(folder)
+        )
         self.model_type = model_folder.saved_model_type(config)
         self.description = f"a checkpoint of iteration {self.iteration:,}"
         self.dtype = config.get("training_dtype", "fp32")
         data, self.origin = self.content.state.get("data", {}), self.content.state.get("origin", {})
         self.training = training_facts(config["sequence_length"], data) if self.iteration else {}
         self.averaged, self._state = average, state
-        self._good_share: tuple[int, int] | None = None  # (rank, world size) whose share is verified
-        if average and not any("average" in saved.slices for saved in self.content.parameters.values()):
-            raise CheckpointError(f"{folder}: it holds no averaged weights (it was trained without --ema_type)")
+        self._good_share: tuple[int, int] | None = (
+            None  # (rank, world size) whose share is verified
+        )
+        if average and not any(
+            "average" in saved.slices for saved in self.content.parameters.values()
+        ):
+            raise CheckpointError(
+                f"{folder}: it holds no averaged weights (it was trained without --ema_type)"
+            )
 
     def check(self, shapes: Shapes, partial: bool = False) -> None:
         """See `WeightSource.check`. partial: ignore the checkpoint's other parameters."""
         self._refuse(
-            self.content.misfits(shapes, partial), "give the flags it was trained with, or no flags of the model"
+            self.content.misfits(shapes, partial),
+            "give the flags it was trained with, or no flags of the model",
         )
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Reads only the blocks to be used, or nothing if the share is already verified."""
+        """See `WeightSource.damage`. Reads only the blocks to be used, or nothing if the share is
+        already verified."""
         if self._good_share == (rank, world_size):
             return None
         parameters = dict(self.content.parameters)
@@ -178,10 +197,18 @@ class CheckpointSource(WeightSource):
         first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
         try:
             with ByteProgress(f"checking {self.folder}", 0, rank == 0) as progress:
-                for name, group in itertools.groupby(wanted[first:end], key=lambda item: item[0].file):
+                for name, group in itertools.groupby(
+                    wanted[first:end], key=lambda item: item[0].file
+                ):
                     file, slices = self.content.files[name], list(group)
-                    numbers = {number for piece, _ in slices for number in file.blocks_around(piece.offset, piece.end)}
-                    files.check_blocks(self.folder, name, file, sorted(numbers), slices, progress.add)
+                    numbers = {
+                        number
+                        for piece, _ in slices
+                        for number in file.blocks_around(piece.offset, piece.end)
+                    }
+                    files.check_blocks(
+                        self.folder, name, file, sorted(numbers), slices, progress.add
+                    )
         except DamagedError as error:
             self._files.check()
             return str(error)
@@ -237,13 +264,21 @@ class HuggingFaceSource(WeightSource):
         self.model = model_folder.resolved_model(values, f"{folder}: {model_folder.CONFIG_NAME}")
         self._filled = model or self.model
         with self._reported():
-            stated = model_folder.read_object(folder, model_folder.CONFIG_NAME).get(TRAINING_KEY, {})
+            stated = model_folder.read_object(folder, model_folder.CONFIG_NAME).get(
+                TRAINING_KEY, {}
+            )
             self.training = decode(TRAINING, stated, TRAINING_KEY)
             self._tensors = self._named(names, index)
         self.description = f"a Hugging Face folder, {self.model_type}"
-        found = {FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING}
-        self.dtype = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")  # of all tensors
-        self._pieces: dict[str, tuple[list[MappedRows], int]] = {}  # by our parameter, with the elements per row
+        found = {
+            FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING
+        }
+        self.dtype = next(
+            (name for name, dtype in DTYPES.items() if found == {dtype}), "fp32"
+        )  # of all tensors
+        self._pieces: dict[
+            str, tuple[list[MappedRows], int]
+        ] = {}  # by our parameter, with the elements per row
         self._tied_copy: StoredTensor | None = None
 
     def _named(self, names: list[str], index: dict[str, str]) -> dict[str, StoredTensor]:
@@ -251,7 +286,9 @@ class HuggingFaceSource(WeightSource):
         tensors: dict[str, StoredTensor] = {}
         for file in names:
             header = read_header(self.folder, file)
-            absent = [tensor for tensor, place in index.items() if place == file and tensor not in header]
+            absent = [
+                tensor for tensor, place in index.items() if place == file and tensor not in header
+            ]
             if absent:
                 raise DamagedError(
                     f"{file}: {absent[0][:100]!r} is not in it, although {model_folder.INDEX_NAME} says so"
@@ -298,22 +335,31 @@ class HuggingFaceSource(WeightSource):
         if tensor is None:
             return [f"{piece.name} is missing"]
         if tensor.shape != tuple(piece.their_shape):
-            return [f"{piece.name} has shape {list(tensor.shape)}, the model needs {list(piece.their_shape)}"]
+            return [
+                f"{piece.name} has shape {list(tensor.shape)}, the model needs {list(piece.their_shape)}"
+            ]
         if tensor.dtype not in FLOATING:
             kinds = ", ".join(FLOATING)
-            return [f"{piece.name} is {tensor.dtype}; weights must be {kinds} (quantized weights are not supported)"]
+            return [
+                f"{piece.name} is {tensor.dtype}; weights must be {kinds} (quantized weights are not supported)"
+            ]
         return []
 
     def _tie(self) -> list[str]:
-        """Check that a stored head may be a copy of the tied embedding; `verify` compares values."""
+        """Check that a stored head may be a copy of the tied embedding; `verify` compares
+        values."""
         (first, *_), _ = self._pieces[_EMBEDDING]
         embedding, self._tied_copy = self._tensors.get(first.name), self._tensors[_HEAD]
-        if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (embedding.shape, embedding.dtype):
+        if embedding is None or (self._tied_copy.shape, self._tied_copy.dtype) == (
+            embedding.shape,
+            embedding.dtype,
+        ):
             return []
         return [f"{_HEAD} is not a copy of the embedding, although the model ties them"]
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Files have no checksums, but the copy of a tied head must equal the embedding."""
+        """See `WeightSource.damage`. Files have no checksums, but the copy of a tied head must
+        equal the embedding."""
         if self._tied_copy is None:
             return None
         (first, *_), _ = self._pieces[_EMBEDDING]
@@ -335,7 +381,11 @@ class HuggingFaceSource(WeightSource):
         found, width = self._pieces[name]
         dtype = FLOATING[self._tensors[found[0].name].dtype]
         plus = found[0].plus  # of a norm, which is small
-        values = torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32)) if plus else target
+        values = (
+            torch.empty(target.numel(), dtype=torch.promote_types(dtype, torch.float32))
+            if plus
+            else target
+        )
         for piece in found:
             read = self._read_transposed if piece.transposed else self._read_piece
             read(piece, width, tile._replace(offset=0), values)
@@ -356,11 +406,14 @@ class HuggingFaceSource(WeightSource):
     def _read_transposed(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
         """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
-        Reads a few stored rows at a time and copies the needed columns: every rank reads the whole tensor.
+        Reads a few stored rows at a time and copies the needed columns: every rank reads the whole
+        tensor.
         """
         assert not piece.plus, piece
         tensor = self._tensors[piece.name]
-        parts: list[tuple[int, Tensor]] = []  # rectangles of the piece: first element, place in the target
+        parts: list[
+            tuple[int, Tensor]
+        ] = []  # rectangles of the piece: first element, place in the target
         for overlap in overlaps(wanted, Tile.run(piece.first_row * width, piece.rows * width)):
             if overlap.is_run:
                 run = Tile.run(overlap.saved.first, overlap.saved.numel, overlap.wanted.first)
@@ -386,28 +439,39 @@ class HuggingFaceSource(WeightSource):
 def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     """Return an untrusted file's tensors by name.
 
-    The safetensors library checks the file: a length, a JSON header, and values that cover the rest of the file without
-    gaps or overlaps (https://github.com/huggingface/safetensors). This function checks what the library does not.
+    The safetensors library checks the file: a length, a JSON header, and values that cover the rest
+    of the file without gaps or overlaps (https://github.com/huggingface/safetensors). This function
+    checks what the library does not.
 
     Raises:
         DamagedError: if it is not a complete safetensors file.
         OSError: if it cannot be read.
     """
-    with open_regular(folder / name, follow_links=True) as file:  # the library would block on a pipe
+    with open_regular(
+        folder / name, follow_links=True
+    ) as file:  # the library would block on a pipe
         size = os.fstat(file.fileno()).st_size
         try:
             with safe_open(folder / name, framework="np"):
                 pass
             length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-            content = parse_json(os.pread(file.fileno(), length, 8))  # refuses repeated names, unlike the library
+            content = parse_json(
+                os.pread(file.fileno(), length, 8)
+            )  # refuses repeated names, unlike the library
         except (SafetensorError, ValueError) as error:
             text = " ".join(str(error).split())[:200]
-            raise DamagedError(f"{name}: not a complete safetensors file of {size:,} bytes ({text})") from None
+            raise DamagedError(
+                f"{name}: not a complete safetensors file of {size:,} bytes ({text})"
+            ) from None
     content.pop("__metadata__", None)
     tensors = {}
     for key, entry in content.items():
-        if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):  # the library takes other JSON, too
+        if not isinstance(entry, dict) or not isinstance(
+            entry["dtype"], str
+        ):  # the library takes other JSON, too
             raise DamagedError(f"{name}: the header entry of {key[:100]!r} is malformed")
         start, end = entry["data_offsets"]
-        tensors[key] = StoredTensor(name, 8 + length + start, end - start, entry["dtype"], tuple(entry["shape"]))
+        tensors[key] = StoredTensor(
+            name, 8 + length + start, end - start, entry["dtype"], tuple(entry["shape"])
+        )
     return tensors

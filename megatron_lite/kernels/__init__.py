@@ -1,1 +1,2 @@
-"""Operations with hand-written gradients, one file each: formula, torch reference, Triton kernel, public function."""
+"""Operations with hand-written gradients, one file each: formula, torch reference, Triton kernel,
+public function."""

@@ -5,8 +5,9 @@
     m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g^2
     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-in fp32, in the order of torch's fused AdamW. With `nesterov` (Dozat 2016, "Incorporating Nesterov momentum into Adam",
-as in optax) the last line replaces m / (1 - beta1^t) by its next value if the next gradient equals this one:
+in fp32, in the order of torch's fused AdamW. With `nesterov` (Dozat 2016, "Incorporating Nesterov
+momentum into Adam", as in optax) the last line replaces m / (1 - beta1^t) by its next value if the
+next gradient equals this one:
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
@@ -14,20 +15,22 @@ Clipping an update needs every update before any weight changes, and therefore t
 
     u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias
 
-The first pass updates the moments in place and sums the squares of u. The second pass does w = w - lr * factor * u and
-recomputes u, because storing u would take as much memory as a moment; only the reference stores u, in the memory of an
-fp32 gradient. Every range of a shard has its own sum and factor; to clip parameters individually, make each one a
-range. The sums are in fp64 and depend only on the ranges, so they repeat bit for bit. In the kernels every program
-sums its block, then one program per range sums the blocks. The reference sums short rows in fp32, and their sums in
-fp64 (`gradient_norm.py`).
+The first pass updates the moments in place and sums the squares of u. The second pass does w = w -
+lr * factor * u and recomputes u, because storing u would take as much memory as a moment; only the
+reference stores u, in the memory of an fp32 gradient. Every range of a shard has its own sum and
+factor; to clip parameters individually, make each one a range. The sums are in fp64 and depend only
+on the ranges, so they repeat bit for bit. In the kernels every program sums its block, then one
+program per range sums the blocks. The reference sums short rows in fp32, and their sums in fp64
+(`gradient_norm.py`).
 
-Gradients may have any floating dtype. A pass updates every form of the weights that a `WeightShard` has. If `skipped`
-is set, nothing is written.
+Gradients may have any floating dtype. A pass updates every form of the weights that a `WeightShard`
+has. If `skipped` is set, nothing is written.
 
-A kernel is launched once per shard. A table has one row for each range of the shard with its own learning-rate scale
-and weight decay; blocks look up their row, and no block crosses the border of a range. One launch per range would be
-as fast for large ranges, but for a small one, such as a norm, the launch takes longer than the update.
-The learning rate is an fp32 argument: Triton specializes only on integers, so no learning rate recompiles the kernel.
+A kernel is launched once per shard. A table has one row for each range of the shard with its own
+learning-rate scale and weight decay; blocks look up their row, and no block crosses the border of a
+range. One launch per range would be as fast for large ranges, but for a small one, such as a norm,
+the launch takes longer than the update. The learning rate is an fp32 argument: Triton specializes
+only on integers, so no learning rate recompiles the kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -50,7 +53,8 @@ ALIGNMENT = 64
 BLOCK = 1024
 NUM_WARPS = 8  # 4 elements per thread: 16 bytes of fp32
 SUM_BLOCK = 1024
-# Elements that the reference updates at a time: few, to stay in a CPU's cache; many, to save launches on a GPU.
+# Elements that the reference updates at a time: few, to stay in a CPU's cache; many, to save
+# launches on a GPU.
 CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
@@ -71,7 +75,9 @@ class Range(NamedTuple):
     lr_scale: float
     decay_scale: float
     slot: int = 0  # index of its first parameter in the shard's layout
-    counts: bool = True  # whether this rank adds its elements to sums over all ranks: see `zero.replicas`
+    counts: bool = (
+        True  # whether this rank adds its elements to sums over all ranks: see `zero.replicas`
+    )
 
 
 class Ranges:
@@ -84,9 +90,13 @@ class Ranges:
         # total blocks, and those of the longest range
         self.blocks = sum(counts)
         self.longest = max(counts, default=0)
-        places = [(sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT) for i, row in enumerate(rows)]
+        places = [
+            (sum(counts[:i]), row.start // ALIGNMENT, row.end // ALIGNMENT)
+            for i, row in enumerate(rows)
+        ]
         places.append((self.blocks, 0, 0))
-        # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the number of blocks.
+        # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the
+        # number of blocks.
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
         # (rows, 2): lr_scale, decay_scale
         self.scales = torch.tensor([row[2:4] for row in rows], dtype=torch.float32, device=device)
@@ -124,16 +134,21 @@ class Control:
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - beta1^t, 1 - beta2^t and 1 - beta1^(t + 1): (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
-        # torch's fused update writes divided gradients back. Avoid that for 1; reading it costs nothing on a CPU.
+        # torch's fused update writes divided gradients back. Avoid that for 1; reading it costs
+        # nothing on a CPU.
         is_one = step.divisor.device.type == "cpu" and float(step.divisor) == 1.0
         self.grad_scale = None if is_one else step.divisor
 
 
-# -- by torch --------------------------------------------------------------------------------------------------------
+# -- by torch
+# --------------------------------------------------------------------------------------------------------
 
 
-def chunks(rows: Sequence[Range], device: torch.device, whole: bool = False) -> Iterator[tuple[int, Range, slice]]:
-    """Yield index, range and bounds of chunks; `whole`: of whole ranges, if the update needs no temporaries."""
+def chunks(
+    rows: Sequence[Range], device: torch.device, whole: bool = False
+) -> Iterator[tuple[int, Range, slice]]:
+    """Yield index, range and bounds of chunks; `whole`: of whole ranges, if the update needs no
+    temporaries."""
     chunk_numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
     for index, row in enumerate(rows):
         step = row.end - row.start if whole else chunk_numel
@@ -142,7 +157,13 @@ def chunks(rows: Sequence[Range], device: torch.device, whole: bool = False) -> 
 
 
 def _fused_adamw(
-    weights: Tensor, gradient: Tensor, shard: Shard, bounds: slice, rate: float, decay: float, control: Control
+    weights: Tensor,
+    gradient: Tensor,
+    shard: Shard,
+    bounds: slice,
+    rate: float,
+    decay: float,
+    control: Control,
 ) -> None:
     numbers = control.numbers
     torch._fused_adamw_(
@@ -165,7 +186,8 @@ def _fused_adamw(
 
 
 def _update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
-    """Update m and v, unscale an fp32 gradient, and return the direction of the step in new memory."""
+    """Update m and v, unscale an fp32 gradient, and return the direction of the step in new
+    memory."""
     gradient = shard.gradient[bounds].float()
     step = torch.zeros_like(gradient)  # with learning rate -1, zero weights become the step
     _fused_adamw(step, gradient, shard, bounds, rate=-1.0, decay=0.0, control=control)
@@ -173,7 +195,8 @@ def _update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
 
 
 def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
-    """Return the step's direction from updated moments, without learning rate and decay, in new memory."""
+    """Return the step's direction from updated moments, without learning rate and decay, in new
+    memory."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
     m, root = shard.m[bounds], shard.v[bounds].sqrt()
     root.div_(correction2.sqrt()).add_(numbers.eps)
@@ -183,7 +206,9 @@ def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tens
     return step.addcmul_(m, numbers.beta1 / next_correction1).div_(root)
 
 
-def _descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control) -> None:
+def _descend(
+    weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control
+) -> None:
     """weights -= rate * (direction + decay * weights), in place, unless skipped."""
     torch._fused_sgd_(
         [weights],
@@ -200,7 +225,8 @@ def _descend(weights: Tensor, direction: Tensor, decay: float, rate: float | Ten
     )
 
 
-# -- by Triton -------------------------------------------------------------------------------------------------------
+# -- by Triton
+# -------------------------------------------------------------------------------------------------------
 
 
 class _Pointers(NamedTuple):
@@ -262,9 +288,11 @@ def _adamw_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second with `factors_ptr`.
+    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second
+    with `factors_ptr`.
 
-    ROWS: `rows` for the only pass, which has few; the next power of 2 for two passes, which may have hundreds.
+    ROWS: `rows` for the only pass, which has few; the next power of 2 for two passes, which may
+    have hundreds.
     """
     block = tl.program_id(0)
     if ONE_PASS:
@@ -286,7 +314,9 @@ def _adamw_kernel(
     w = _load_weights(at, offsets, mask)
     g = m  # placeholder: read only after it becomes the gradient
     if NESTEROV or factors_ptr is None:
-        g = tl.load(at.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(at.divisor)
+        g = tl.load(at.gradient + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(
+            at.divisor
+        )
     if factors_ptr is None:
         m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
         tl.store(at.m + offsets, m, mask=mask)
@@ -327,9 +357,14 @@ def _sums_kernel(block_sums_ptr, sums_ptr, places_ptr, longest, BLOCK: tl.conste
 
 
 def _launch(
-    shard: Shard, ranges: Ranges, control: Control, sums: Tensor | None = None, factors: Tensor | None = None
+    shard: Shard,
+    ranges: Ranges,
+    control: Control,
+    sums: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
-    """Launch the only pass or, of two, the first with `sums`, an output per block, and the second with `factors`."""
+    """Launch the only pass or, of two, the first with `sums`, an output per block, and the second
+    with `factors`."""
     if not ranges.blocks:
         return
     weights = shard.weights
@@ -343,7 +378,9 @@ def _launch(
     of_shard = (weights.master, rounded, weights.remainder, shard.gradient, shard.m, shard.v)
     assert all(tensor is None or tensor.is_contiguous() for tensor in of_shard)
     _adamw_kernel[(ranges.blocks,)](
-        _Pointers(*of_shard, ranges.places, ranges.scales, step.divisor, control.corrections, step.skipped),
+        _Pointers(
+            *of_shard, ranges.places, ranges.scales, step.divisor, control.corrections, step.skipped
+        ),
         sums,
         factors,
         float(step.learning_rate),
@@ -361,7 +398,8 @@ def _launch(
     )
 
 
-# -- one pass, or two ------------------------------------------------------------------------------------------------
+# -- one pass, or two
+# ------------------------------------------------------------------------------------------------
 
 
 def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> None:
@@ -369,11 +407,16 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
     step = control.step
     numbers = control.numbers
     gradient = shard.gradient
-    assert all(0 <= row.start <= row.end <= gradient.numel() for row in ranges.rows), (ranges.rows, gradient.numel())
+    assert all(0 <= row.start <= row.end <= gradient.numel() for row in ranges.rows), (
+        ranges.rows,
+        gradient.numel(),
+    )
     if triton:
         _launch(shard, ranges, control)
         return
-    in_place = shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    in_place = (
+        shard.weights.rounded is None and gradient.dtype == torch.float32 and not numbers.nesterov
+    )
     for _, row, bounds in chunks(ranges.rows, gradient.device, whole=in_place):
         rate, decay = step.learning_rate * row.lr_scale, step.weight_decay * row.decay_scale
         weights = shard.weights.read(bounds)
@@ -385,29 +428,40 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
 
 
 def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:
-    """Update the moments in place and return the sum of u^2 over each range: (rows,), fp64; 0 if skipped."""
+    """Update the moments in place and return the sum of u^2 over each range: (rows,), fp64; 0 if
+    skipped."""
     gradient = shard.gradient
     if triton:
         sums = torch.empty(len(ranges.rows), dtype=torch.float64, device=gradient.device)
         block_sums = torch.empty(ranges.blocks, dtype=torch.float64, device=gradient.device)
         _launch(shard, ranges, control, sums=block_sums)
         if ranges.blocks:
-            _sums_kernel[sums.shape](block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4)
+            _sums_kernel[sums.shape](
+                block_sums, sums, ranges.places, ranges.longest, SUM_BLOCK, num_warps=4
+            )
         return sums
     zero = control.step.skipped.double() * 0
     totals = [zero] * len(ranges.rows)
     for index, row, bounds in chunks(ranges.rows, gradient.device):
         step = _update_moments(shard, bounds, control)
         decay = control.step.weight_decay * row.decay_scale
-        u = gradient[bounds] if gradient.dtype == torch.float32 else step  # fp32: u stays for the second pass
+        u = (
+            gradient[bounds] if gradient.dtype == torch.float32 else step
+        )  # fp32: u stays for the second pass
         torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
         totals[index] = totals[index] + squared_norm(u)
     return torch.where(control.step.skipped == 0, torch.stack(totals), zero)
 
 
-def adamw_weights(shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False) -> None:
+def adamw_weights(
+    shard: Shard, ranges: Ranges, factors: Tensor, control: Control, triton: bool = False
+) -> None:
     """Update the weights in place after `adamw_moments`; `factors`, (rows,) fp32, multiply u."""
-    assert factors.dtype == torch.float32 and factors.shape == (len(ranges.rows),) and factors.is_contiguous()
+    assert (
+        factors.dtype == torch.float32
+        and factors.shape == (len(ranges.rows),)
+        and factors.is_contiguous()
+    )
     if triton:
         _launch(shard, ranges, control, factors=factors)
         return

@@ -1,4 +1,5 @@
-"""Which implementation each operation uses: chosen once per run, logged, and passed to the layers."""
+"""Which implementation each operation uses: chosen once per run, logged, and passed to the
+layers."""
 
 from __future__ import annotations
 
@@ -16,15 +17,23 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.attention.attention import Documents, attention
-from megatron_lite.kernels.attention.choice import AUTOMATIC, DESCRIPTIONS, PLANNED_GPU, Work, choose_attention
+from megatron_lite.kernels.attention.choice import (
+    AUTOMATIC,
+    DESCRIPTIONS,
+    PLANNED_GPU,
+    Work,
+    choose_attention,
+)
 from megatron_lite.kernels.eight_bit import RECIPES, Units, units_of
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
-AttentionTest = Callable[[str, torch.device, Work], str | None]  # (backend, device, work) -> why it fails
-# The small problem that tests an attention backend: documents in tokens, one border within a sample and one between.
-# cuDNN has returned NaN gradients for a length of 64 more than a multiple of 128 where the logarithm of a row's sum is
-# below -88: the logits of the second sample are around -100.
+AttentionTest = Callable[
+    [str, torch.device, Work], str | None
+]  # (backend, device, work) -> why it fails
+# The small problem that tests an attention backend: documents in tokens, one border within a sample
+# and one between. cuDNN has returned NaN gradients for a length of 64 more than a multiple of 128
+# where the logarithm of a row's sum is below -88: the logits of the second sample are around -100.
 SAMPLES = 2
 LENGTH = 192
 WINDOW = 64
@@ -59,10 +68,12 @@ REFERENCES = Kernels()
 
 
 def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
-    """Choose the same kernels on every rank: if any rank rejects an attention backend, none uses it.
+    """Choose the same kernels on every rank: if any rank rejects an attention backend, none uses
+    it.
 
     Raises:
-        UsageError: on all ranks, if the configuration names an implementation that is not available on one.
+        UsageError: on all ranks, if the configuration names an implementation that is not available
+        on one.
     """
     failures: list[dict[str, str]] = [{} for _ in range(distributed.world_size)]
     excluded: tuple[str, ...] = ()
@@ -76,14 +87,20 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
 
     while True:
         own: dict[str, str] = {}
-        kernels = together(distributed, lambda: choose_kernels(config, distributed.device, fails=fails))
+        kernels = together(
+            distributed, lambda: choose_kernels(config, distributed.device, fails=fails)
+        )
         units = kernels.eight_bit_units
-        every = distributed.gather_objects([kernels.attention, own, [str(dtype) for dtype in units]])
+        every = distributed.gather_objects(
+            [kernels.attention, own, [str(dtype) for dtype in units]]
+        )
         for known, (_, found, _) in zip(failures, every, strict=True):
             known.update(found)
         names = {name for name, *_ in every}
         if len(names) == 1:
-            units = tuple(dtype for dtype in units if all(str(dtype) in written for *_, written in every))
+            units = tuple(
+                dtype for dtype in units if all(str(dtype) in written for *_, written in every)
+            )
             warnings = tuple(_warnings(failures, kernels.attention))
             return dataclasses.replace(kernels, eight_bit_units=units, warnings=warnings)
         excluded = AUTOMATIC[: max(map(AUTOMATIC.index, names))]  # all before the last chosen one
@@ -92,7 +109,9 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
 def _warnings(failures: Sequence[dict[str, str]], chosen: str) -> Iterator[str]:
     """Say where and why each failed backend failed."""
     for backend in AUTOMATIC:
-        reasons = {rank: failed[backend] for rank, failed in enumerate(failures) if backend in failed}
+        reasons = {
+            rank: failed[backend] for rank, failed in enumerate(failures) if backend in failed
+        }
         if reasons:
             first, *others = reasons
             more = f" and on {len(others)} more of {len(failures)} ranks" if others else ""
@@ -109,7 +128,8 @@ def choose_kernels(
 
     Args:
         planned: the device need not exist; query neither the device nor the installed libraries.
-        fails: returns why an attention backend fails, or None if it works; by default, on a GPU, `failure`.
+        fails: returns why an attention backend fails, or None if it works; by default, on a GPU,
+        `failure`.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.
@@ -133,7 +153,9 @@ def choose_kernels(
     return Kernels(
         triton=triton,
         attention=_attention(config, device, planned, fails or _trial),
-        cross_entropy=automatic if wanted.cross_entropy_impl == "auto" else wanted.cross_entropy_impl,
+        cross_entropy=automatic
+        if wanted.cross_entropy_impl == "auto"
+        else wanted.cross_entropy_impl,
         cross_entropy_splits=wanted.cross_entropy_splits,
         cross_entropy_block_size=wanted.cross_entropy_block_size,
         eight_bit_units=_eight_bit_units(config, device, planned),
@@ -163,10 +185,17 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
     )
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if planned:
-        # A package named by the user counts as installed, whatever this machine has; the run itself looks.
-        gpu = PLANNED_GPU if wanted == "auto" else dataclasses.replace(PLANNED_GPU, flash3=True, flash4=True)
+        # A package named by the user counts as installed, whatever this machine has; the run itself
+        # looks.
+        gpu = (
+            PLANNED_GPU
+            if wanted == "auto"
+            else dataclasses.replace(PLANNED_GPU, flash3=True, flash4=True)
+        )
         return choose_attention(wanted, device, work, gpu if device.type == "cuda" else None)
-    return choose_attention(wanted, device, work, works=lambda backend: fails(backend, device, work) is None)
+    return choose_attention(
+        wanted, device, work, works=lambda backend: fails(backend, device, work) is None
+    )
 
 
 def _trial(backend: str, device: torch.device, work: Work) -> str | None:
@@ -176,10 +205,11 @@ def _trial(backend: str, device: torch.device, work: Work) -> str | None:
 
 @functools.cache
 def failure(backend: str, device: torch.device, work: Work) -> str | None:
-    """Return why a backend fails to match "math" on a small problem, forward and backward; None if it matches.
+    """Return why a backend fails to match "math" on a small problem, forward and backward; None if
+    it matches.
 
-    The problem has the dtype, head size, heads per group, window and documents of `work`. Waits for the device. A
-    library may refuse for reasons unknown to `choice.py`.
+    The problem has the dtype, head size, heads per group, window and documents of `work`. Waits for
+    the device. A library may refuse for reasons unknown to `choice.py`.
     """
     try:
         found, expected = (_small_problem(name, device, work) for name in (backend, "math"))
@@ -188,9 +218,7 @@ def failure(backend: str, device: torch.device, work: Work) -> str | None:
     for name, a, b in zip(("output", "gradient"), found, expected, strict=True):
         difference, largest = float((a - b).abs().max()), float(b.abs().max())
         if not difference <= 0.05 * largest:  # NaN fails, too
-            return (
-                f"its {name} differs from the formula's by {difference:.3g}, where the largest number is {largest:.3g}"
-            )
+            return f"its {name} differs from the formula's by {difference:.3g}, where the largest number is {largest:.3g}"
     return None
 
 
@@ -204,10 +232,14 @@ def _small_problem(backend: str, device: torch.device, work: Work) -> tuple[Tens
     numbers[1, :, :heads] += offset
     numbers[1, :, heads : heads + GROUPS] -= offset
     projection = numbers.to(work.dtype).requires_grad_()
-    query, key, value = (part.transpose(1, 2) for part in projection.split([heads, GROUPS, GROUPS], dim=2))
+    query, key, value = (
+        part.transpose(1, 2) for part in projection.split([heads, GROUPS, GROUPS], dim=2)
+    )
     documents = None
     if work.documents:
-        starts = torch.tensor([0, *DOCUMENTS], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        starts = torch.tensor([0, *DOCUMENTS], dtype=torch.int32, device=device).cumsum(
+            0, dtype=torch.int32
+        )
         documents = Documents(starts, DOCUMENTS)
     window = WINDOW if work.windowed else None
     output = attention(query, key, value, window, 0.0, None, backend=backend, documents=documents)

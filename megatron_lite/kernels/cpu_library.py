@@ -8,19 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, goes_through_onednn, through_onednn
+from megatron_lite.kernels.matmul_library import (
+    SMALLEST_ONEDNN_PRODUCT,
+    goes_through_onednn,
+    through_onednn,
+)
 
 
-def in_its_library(operation: Callable[..., Any], factor: Tensor, columns: int) -> Callable[..., Any]:
-    """Return the operation that computes a product with the chosen library, if it is a large one in fp32 on a CPU.
+def in_its_library(
+    operation: Callable[..., Any], factor: Tensor, columns: int
+) -> Callable[..., Any]:
+    """Return the operation that computes a product with the chosen library, if it is a large one in
+    fp32 on a CPU.
 
-    Not a context: right after a product, which evicts everything from the caches, each call in Python costs several us.
+    Not a context: right after a product, which evicts everything from the caches, each call in
+    Python costs several us.
 
     Args:
         operation: computes the product.
         factor: one operand of the product.
         columns: the product's dimension that this operand lacks.
     """
-    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(factor.device, factor.dtype):
+    if factor.numel() * columns < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(
+        factor.device, factor.dtype
+    ):
         return operation
     return functools.partial(through_onednn, operation)

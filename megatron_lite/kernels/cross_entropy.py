@@ -4,26 +4,28 @@
     lse = log sum exp(x)        loss = lse - x[label] + z lse^2        dx = ((1 + 2 z lse) exp(x - lse) - onehot) scale
     dhidden = dx W        W.main_grad += dx^T hidden
 
-z is the coefficient of the z-loss, which keeps the log-sum-exp near zero (PaLM, Chowdhery et al. 2022, section 5). A
-label below zero masks its token: no loss, no gradient. With a soft cap c the loss is that of y = c tanh(x / c), which
-stays within +-c (Gemma 2, 2024, section 2), and dx = dy (1 - (y / c)^2).
+z is the coefficient of the z-loss, which keeps the log-sum-exp near zero (PaLM, Chowdhery et al.
+2022, section 5). A label below zero masks its token: no loss, no gradient. With a soft cap c the
+loss is that of y = c tanh(x / c), which stays within +-c (Gemma 2, 2024, section 2), and dx = dy (1
+- (y / c)^2).
 
-The forward pass computes the gradient in the memory of the logits, so only one chunk of logits exists at a time. It
-must therefore know `scale`: the loss scale / tokens of the global batch. Frozen hidden states or weights skip their
-product.
+The forward pass computes the gradient in the memory of the logits, so only one chunk of logits
+exists at a time. It must therefore know `scale`: the loss scale / tokens of the global batch.
+Frozen hidden states or weights skip their product.
 
-Tokens are processed in chunks. Every chunk adds to the full weight gradient, (v, h), so small chunks cost memory
-traffic. The vocabulary may also be split into blocks, which limits the logits to one chunk and one block. Blocks are
-visited twice, for the sums and for the gradient, and their logits are computed both times: four products instead of
-three, a third more time (evaluation needs only the sums). The hidden gradient is summed over blocks in fp32 and rounded
-once.
+Tokens are processed in chunks. Every chunk adds to the full weight gradient, (v, h), so small
+chunks cost memory traffic. The vocabulary may also be split into blocks, which limits the logits to
+one chunk and one block. Blocks are visited twice, for the sums and for the gradient, and their
+logits are computed both times: four products instead of three, a third more time (evaluation needs
+only the sums). The hidden gradient is summed over blocks in fp32 and rounded once.
 
-`sweep` adds one block of logits to the sums `lse` and x[label], or turns the block into its gradient, which needs the
-sums over all blocks, or does both if the block is the whole vocabulary. Reference and kernel read logits in
-their dtype, compute in fp32 and copy only a few rows to fp32.
+`sweep` adds one block of logits to the sums `lse` and x[label], or turns the block into its
+gradient, which needs the sums over all blocks, or does both if the block is the whole vocabulary.
+Reference and kernel read logits in their dtype, compute in fp32 and copy only a few rows to fp32.
 
-Zero rows may pad the weight and its gradient in memory to a size that suits products: see `parameter.padded`. Their
-logits are excluded from all sums and have zero gradients, so they add zero to the hidden gradient and to themselves.
+Zero rows may pad the weight and its gradient in memory to a size that suits products: see
+`parameter.padded`. Their logits are excluded from all sums and have zero gradients, so they add
+zero to the hidden gradient and to themselves.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ from megatron_lite.parameter import Function, Parameter, padded
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.0e38  # the maximum of no entries: minus infinity minus minus infinity would be NaN
-# Elements that the reference computes at a time; on a CPU they stay in the cache between operations.
+# Elements that the reference computes at a time; on a CPU they stay in the cache between
+# operations.
 REFERENCE_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
-# Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN. Two programs of 8,192
-# elements share a multiprocessor, and one loads while the other computes: on an H200 they take 0.67 of the time of one
-# program of 16,384 at 32,000 entries, and 0.86 at 128,256.
+# Elements of a row that a program of the kernel loads at a time; each thread takes runs of RUN. Two
+# programs of 8,192 elements share a multiprocessor, and one loads while the other computes: on an
+# H200 they take 0.67 of the time of one program of 16,384 at 32,000 entries, and 0.86 at 128,256.
 LARGEST_BLOCK, RUN = 8192, 8
-# Rows of logits begin at multiples of this many elements, whatever the vocabulary size: otherwise a GPU's matrix
-# products and loads are several times slower.
+# Rows of logits begin at multiples of this many elements, whatever the vocabulary size: otherwise a
+# GPU's matrix products and loads are several times slower.
 ROW_ALIGNMENT = 64
 
 
@@ -76,7 +79,8 @@ def capped(x: Tensor, soft_cap: float) -> Tensor:
     return x.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
 
 
-# -- loss and gradient of logits by torch ----------------------------------------------------------------------------
+# -- loss and gradient of logits by torch
+# ----------------------------------------------------------------------------
 
 
 def _reference_sweep(
@@ -96,8 +100,12 @@ def _reference_sweep(
     place = place.clamp(0, columns - 1)
     step = max(1, REFERENCE_ELEMENTS[logits.device.type] // columns)
     narrow = logits.dtype != torch.float32 or keep
-    scratch = logits.new_empty(min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32)
-    tanhs = logits.new_empty(min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32)
+    scratch = logits.new_empty(
+        min(step, len(logits)) if narrow else 0, columns, dtype=torch.float32
+    )
+    tanhs = logits.new_empty(
+        min(step, len(logits)) if soft_cap else 0, columns, dtype=torch.float32
+    )
     loop = range(0, logits.shape[0], step)
     for begin in turns(loop, logits) if logits.is_meta else loop:
         rows = slice(begin, begin + step)
@@ -132,11 +140,13 @@ def _reference_sweep(
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute exp in place through powers of two: half the time of `exp_` on a CPU, relative error |x| 2^-24."""
+    """Compute exp in place through powers of two: half the time of `exp_` on a CPU, relative error
+    |x| 2^-24."""
     return x.mul_(LOG2_E).exp2_()
 
 
-# -- loss and gradient of logits by Triton ---------------------------------------------------------------------------
+# -- loss and gradient of logits by Triton
+# ---------------------------------------------------------------------------
 
 
 @jit
@@ -159,7 +169,8 @@ def _sweep_kernel(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One row per program. Each run of a block has its own maximum and sum, so that threads need not synchronize."""
+    """One row per program. Each run of a block has its own maximum and sum, so that threads need
+    not synchronize."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * row_stride
     label = tl.load(labels_ptr + row).to(tl.int32)
@@ -168,7 +179,9 @@ def _sweep_kernel(
     lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     if ACCUMULATE:
         found = (place >= 0) & (place < columns)
-        at_label = tl.load(x_ptr + place, mask=found, other=0.0).to(tl.float32)  # before the gradient overwrites it
+        at_label = tl.load(x_ptr + place, mask=found, other=0.0).to(
+            tl.float32
+        )  # before the gradient overwrites it
         if CAPPED:
             at_label = soft_cap * tanh(at_label / soft_cap)
         largest = tl.full((RUNS,), LOWEST, tl.float32)
@@ -225,11 +238,12 @@ def sweep(
     keep: bool = False,
     triton: bool = False,
 ) -> None:
-    """Visit a block of logits, without autograd: add it to the sums, replace it by its gradient, or both.
+    """Visit a block of logits, without autograd: add it to the sums, replace it by its gradient, or
+    both.
 
     Args:
-        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, for a visit that only adds to the
-            sums.
+        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, for a visit
+            that only adds to the sums.
         labels: (t,) int64; below zero: masked.
         sums: over the preceding blocks; `start` 0 initializes them.
         scale: (), factor of the gradient; None: compute no gradient.
@@ -237,12 +251,15 @@ def sweep(
         soft_cap: bound on the logits; 0: none.
         columns: entries in the block; further columns are padding with arbitrary values.
         start: index of the block's first entry in the vocabulary.
-        accumulate: add the block to `sums`; combined with `scale`, the block must be the whole vocabulary.
+        accumulate: add the block to `sums`; combined with `scale`, the block must be the whole
+        vocabulary.
     """
     tokens, width = logits.shape
     columns = width if columns is None else columns
     if not triton:
-        _reference_sweep(logits, labels, sums, scale, z_loss, soft_cap, columns, start, accumulate, keep)
+        _reference_sweep(
+            logits, labels, sums, scale, z_loss, soft_cap, columns, start, accumulate, keep
+        )
         return
     assert logits.stride(1) == 1 and labels.is_contiguous()
     block = min(LARGEST_BLOCK, max(next_power_of_2(width), 32 * RUN))
@@ -267,11 +284,15 @@ def sweep(
     )
 
 
-# -- the head --------------------------------------------------------------------------------------------------------
+# -- the head
+# --------------------------------------------------------------------------------------------------------
 
 
-def held_logits(tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None) -> tuple[int, int]:
-    """Return rows and columns of the logits buffer, including padding; `vocab_size` includes padding rows."""
+def held_logits(
+    tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None
+) -> tuple[int, int]:
+    """Return rows and columns of the logits buffer, including padding; `vocab_size` includes
+    padding rows."""
     block = min(block_size or vocab_size, vocab_size)
     return min(chunk_tokens, tokens), -(-block // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
@@ -291,10 +312,11 @@ class _Options(NamedTuple):
 def _visits(
     vocab_size: int, options: _Options, with_gradient: bool, is_all: bool
 ) -> tuple[list[slice], list[tuple[bool, bool]]]:
-    """Return the blocks, as rows of the padded weight, and whether each sweep over them adds to sums, makes gradients.
+    """Return the blocks, as rows of the padded weight, and whether each sweep over them adds to
+    sums, makes gradients.
 
-    The last block takes the padding rows that fit. is_all: this rank has the whole vocabulary, so a single block is
-    visited once. Otherwise gradients need the sums of the whole vocabulary first.
+    The last block takes the padding rows that fit. is_all: this rank has the whole vocabulary, so a
+    single block is visited once. Otherwise gradients need the sums of the whole vocabulary first.
     """
     rows = vocab_size + options.padding_rows
     size = min(options.block_size or rows, rows)
@@ -307,7 +329,12 @@ def _visits(
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, scale: Tensor | None, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Parameter,
+        labels: Tensor,
+        scale: Tensor | None,
+        options: _Options,
     ) -> Tensor:
         vocab_size = weight.shape[0]
         padding_rows = options.padding_rows
@@ -320,9 +347,13 @@ class _LinearCrossEntropy(Function):
         dhidden = torch.empty_like(hidden) if trains_hidden else None
         dw = padded(weight.main_grad, padding_rows) if trains_weight else None
         first_dw = trains_weight and weight.begin_gradient()
-        blocks, visits = _visits(vocab_size, options, trains_hidden or trains_weight, not vocabulary.is_split)
+        blocks, visits = _visits(
+            vocab_size, options, trains_hidden or trains_weight, not vocabulary.is_split
+        )
         is_one = len(blocks) == 1
-        memory = hidden.new_empty(held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size))
+        memory = hidden.new_empty(
+            held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size)
+        )
         sums = Sums.empty(tokens, hidden.device)
         loop = range(0, tokens, options.chunk_tokens)
         for start in turns(loop, hidden) if hidden.is_meta else loop:
@@ -337,7 +368,9 @@ class _LinearCrossEntropy(Function):
             for (accumulate, with_gradient), rows in itertools.product(visits, blocks):
                 first, end = rows.start, rows.stop
                 columns, x = min(end, vocab_size) - first, logits[:, : end - first]
-                if accumulate or not is_one:  # else the memory still holds the logits of the only block
+                if (
+                    accumulate or not is_one
+                ):  # else the memory still holds the logits of the only block
                     product(part, w[rows], out=x)
                 sweep(
                     logits,
@@ -390,10 +423,11 @@ def linear_cross_entropy(
     padding_rows: int = 0,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """Return the summed cross-entropy of hidden (..., h) with weight (v, h) and labels (b, s) or (t,): () in fp64.
+    """Return the summed cross-entropy of hidden (..., h) with weight (v, h) and labels (b, s) or
+    (t,): () in fp64.
 
-    With `scale` (), add the gradient of scale * loss to `weight.main_grad` now and pass it to `hidden` in the backward
-    pass, if they require one.
+    With `scale` (), add the gradient of scale * loss to `weight.main_grad` now and pass it to
+    `hidden` in the backward pass, if they require one.
 
     Args:
         labels: int64; below zero: the token has no loss.

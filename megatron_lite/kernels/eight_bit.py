@@ -1,21 +1,23 @@
 """Products with factors rounded to 8 bits: fp8 (--fp8) or integers (--int8).
 
-A factor v is rounded with a scale s, of the whole tensor or of each row, to q(v) = round(v / s) in 8 bits. Products are
-computed from these numbers, summed in fp32 or int32, and multiplied by the scales of both factors:
+A factor v is rounded with a scale s, of the whole tensor or of each row, to q(v) = round(v / s) in
+8 bits. Products are computed from these numbers, summed in fp32 or int32, and multiplied by the
+scales of both factors:
 
     y = q(x) q(W)^T        dx = q(dy) q(W)        W.main_grad += q(dy)^T q(x)
 
-fp8 (Micikevicius et al. 2022): x and W in e4m3, dy in e5m2, s = largest magnitude / largest number of the format.
-"rowwise" has a scale for each row of a factor along the dimension that its product sums over, so each product rounds
-its own factors. "delayed" takes the magnitudes of earlier iterations: see `optimizer/delayed_scaling.py`; a frozen
-weight, which is not rounded in each of them, has the scale of "tensorwise".
+fp8 (Micikevicius et al. 2022): x and W in e4m3, dy in e5m2, s = largest magnitude / largest number
+of the format. "rowwise" has a scale for each row of a factor along the dimension that its product
+sums over, so each product rounds its own factors. "delayed" takes the magnitudes of earlier
+iterations: see `optimizer/delayed_scaling.py`; a frozen weight, which is not rounded in each of
+them, has the scale of "tensorwise".
 
-int8 (as AQT and Levanter): scales by row, s = largest magnitude / 127.5; dy is rounded up or down at random, without
-bias; the weight gradient is computed from unrounded factors.
+int8 (as AQT and Levanter): scales by row, s = largest magnitude / 127.5; dy is rounded up or down
+at random, without bias; the weight gradient is computed from unrounded factors.
 
-Weights are rounded once per gather. Tensor-parallel ranks that hold parts of a dimension agree on the magnitudes along
-it, so that T changes no scale. Where the device has no units for 8 bits, the same numbers are multiplied in 16 or 32
-bits, which is no faster.
+Weights are rounded once per gather. Tensor-parallel ranks that hold parts of a dimension agree on
+the magnitudes along it, so that T changes no scale. Where the device has no units for 8 bits, the
+same numbers are multiplied in 16 or 32 bits, which is no faster.
 """
 
 from __future__ import annotations
@@ -75,12 +77,15 @@ class Rounded(NamedTuple):
     scale: Tensor  # (m, 1) or (1, 1), fp32
 
 
-# -- the formulas ----------------------------------------------------------------------------------------------------
+# -- the formulas
+# ----------------------------------------------------------------------------------------------------
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales of values with these largest magnitudes, in fp32."""
-    largest = largest.float()  # divided by a tensor: a GPU multiplies by the inverse of a Python number
+    largest = (
+        largest.float()
+    )  # divided by a tensor: a GPU multiplies by the inverse of a Python number
     return (largest / largest.new_full((), LARGEST[dtype])).clamp_(min=SMALLEST_SCALE)
 
 
@@ -99,16 +104,19 @@ def _round_kernel(
     SMALLEST_NORMAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One square tile of values (rows, columns), with any strides, per program: write their numbers, row by row.
+    """One square tile of values (rows, columns), with any strides, per program: write their
+    numbers, row by row.
 
-    DROPPED: bits that the format's mantissa lacks of fp32's; 0: integers. Rounding by hand costs nothing beside the
-    memory, and Triton's interpreter cannot round to 8 bits.
+    DROPPED: bits that the format's mantissa lacks of fp32's; 0: integers. Rounding by hand costs
+    nothing beside the memory, and Triton's interpreter cannot round to 8 bits.
     """
     tiles = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
     column = (tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK))[None, :].to(tl.int64)
     inside = (row < rows) & (column < columns)
-    x = tl.load(values_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(values_ptr + row * row_stride + column * column_stride, mask=inside, other=0.0).to(
+        tl.float32
+    )
     if BY_ROW:
         x = tl.div_rn(x, tl.load(scale_ptr + row, mask=row < rows, other=1.0))
     else:
@@ -122,10 +130,14 @@ def _round_kernel(
         bits = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED << DROPPED
         shift = 12582912.0 * SMALLEST_NORMAL / (1 << (23 - DROPPED))
         rounded = tl.where(
-            tl.abs(rounded) < SMALLEST_NORMAL, (rounded + shift) - shift, bits.to(tl.float32, bitcast=True)
+            tl.abs(rounded) < SMALLEST_NORMAL,
+            (rounded + shift) - shift,
+            bits.to(tl.float32, bitcast=True),
         )
     rounded = tl.where(is_nan, x, rounded)
-    tl.store(numbers_ptr + row * columns + column, rounded.to(numbers_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        numbers_ptr + row * columns + column, rounded.to(numbers_ptr.dtype.element_ty), mask=inside
+    )
 
 
 TILE = 64  # 16 values a thread
@@ -150,7 +162,9 @@ def round_values(
         numbers = torch.empty(values.shape, dtype=dtype, device=values.device)
         rows, columns = values.shape
         grid, sizes = (cdiv(rows, TILE) * cdiv(columns, TILE),), (rows, columns, *values.stride())
-        _round_kernel[grid](values, scale, numbers, *sizes, scale.numel() > 1, *_format(dtype), TILE, num_warps=8)
+        _round_kernel[grid](
+            values, scale, numbers, *sizes, scale.numel() > 1, *_format(dtype), TILE, num_warps=8
+        )
         return numbers
     numbers = values / scale  # fp32
     if dtype != torch.int8:
@@ -161,15 +175,20 @@ def round_values(
     return numbers.round_().clamp_(-127, 127).to(dtype)
 
 
-def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out: Tensor | None = None) -> Tensor:
-    """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's units for 8 bits where they take the sizes.
+def multiply(
+    a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out: Tensor | None = None
+) -> Tensor:
+    """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's units for 8 bits where they
+    take the sizes.
 
-    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32. out: of this dtype; the result, if
-    they can write there, which saves a copy.
+    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32. out: of this
+    dtype; the result, if they can write there, which saves a copy.
     """
     left, right = a.numbers, b.numbers.t()
     (rows, inner), columns, in_integers = left.shape, right.shape[1], left.dtype == torch.int8
-    fits = inner % UNIT_MULTIPLE == columns % UNIT_MULTIPLE == 0 and (rows > UNIT_MULTIPLE or not in_integers)
+    fits = inner % UNIT_MULTIPLE == columns % UNIT_MULTIPLE == 0 and (
+        rows > UNIT_MULTIPLE or not in_integers
+    )
     if units and fits:
         # the one layout that all of them take
         left = left.contiguous()
@@ -178,7 +197,9 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out:
             scales = a.scale, b.scale.t()
             if out is not None and dtype in units:
                 return torch._scaled_mm(left, right, *scales, out_dtype=dtype, out=out)
-            return torch._scaled_mm(left, right, *scales, out_dtype=dtype if dtype in units else units[0]).to(dtype)
+            return torch._scaled_mm(
+                left, right, *scales, out_dtype=dtype if dtype in units else units[0]
+            ).to(dtype)
         return (torch._int_mm(left, right) * a.scale).mul_(b.scale.t()).to(dtype)
     if left.device.type == "cpu":
         total = multiply_in_fp32(left.new_empty(rows, columns, dtype=torch.float32), left, right)
@@ -189,7 +210,8 @@ def multiply(a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out:
 
 @functools.cache
 def units_of(device: torch.device, recipe: Recipe) -> Units:
-    """Return the dtypes in which the device's units for 8 bits write correct products. Waits for the device."""
+    """Return the dtypes in which the device's units for 8 bits write correct products. Waits for
+    the device."""
     if device.type != "cuda":
         return ()
     generator, factors = torch.Generator(device).manual_seed(0), []
@@ -207,19 +229,28 @@ def units_of(device: torch.device, recipe: Recipe) -> Units:
     return tuple(written)
 
 
-# -- the products of a layer -----------------------------------------------------------------------------------------
+# -- the products of a layer
+# -----------------------------------------------------------------------------------------
 
 
 class EightBit:
     """One linear layer's products of rounded factors.
 
-    spec: the weight's. group: tensor-parallel ranks. units: see `multiply`. triton: see `round_values`.
+    spec: the weight's. group: tensor-parallel ranks. units: see `multiply`. triton: see
+    `round_values`.
     """
 
-    delayed: tuple[Tensor, Tensor] | None = None  # scales of x, W, dy, (3,), and this iteration's largest magnitudes
+    delayed: tuple[Tensor, Tensor] | None = (
+        None  # scales of x, W, dy, (3,), and this iteration's largest magnitudes
+    )
 
     def __init__(
-        self, recipe: Recipe, spec: ParameterSpec, group: Group, units: Units = (), triton: bool = False
+        self,
+        recipe: Recipe,
+        spec: ParameterSpec,
+        group: Group,
+        units: Units = (),
+        triton: bool = False,
     ) -> None:
         self.recipe = recipe
         self.name = spec.name.removesuffix(".weight")
@@ -230,10 +261,13 @@ class EightBit:
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
         self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks
         self._seed: int | None = None
-        self._scales: dict[int, Tensor] = {}  # of one pass, if a tensor has one scale: of its factors so far
+        self._scales: dict[
+            int, Tensor
+        ] = {}  # of one pass, if a tensor has one scale: of its factors so far
 
     def at(self, seed: int | None) -> Products:
-        """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an evaluation."""
+        """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an
+        evaluation."""
         of_pass = copy.copy(self)
         of_pass._seed, of_pass._scales = None if seed is None else derive_seed(seed, self.name), {}
         return Products(of_pass._forward, of_pass._input_gradient, of_pass._add_weight_gradient)
@@ -248,7 +282,9 @@ class EightBit:
     def _input_gradient(self, dy: Pending, weight: Parameter) -> Tensor:
         """dy (t, o), weight (o, i) -> (t, i)."""
         whole = dy.wait()
-        return multiply(self._round(whole, GRADIENT, "o"), self._weight(weight)[1], whole.dtype, self.units)
+        return multiply(
+            self._round(whole, GRADIENT, "o"), self._weight(weight)[1], whole.dtype, self.units
+        )
 
     def _add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
         """Add dy (t, o)^T x (t, i) to the weight's gradient."""
@@ -258,12 +294,14 @@ class EightBit:
         accumulate(weight, lambda out: multiply(*factors, weight.main_grad.dtype, self.units, out))
 
     def _weight(self, weight: Parameter) -> tuple[Rounded, Rounded]:
-        """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a gather."""
+        """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a
+        gather."""
         if (cast := weight.casts.get(self.name)) is None:
             values = weight.detach()
             rows, columns = self._round(values, WEIGHT, "i"), self._round(values.t(), WEIGHT, "o")
             cast = rows, columns._replace(numbers=columns.numbers.contiguous())
-            # An evaluation does not keep what a training step must still round, to see its magnitude.
+            # An evaluation does not keep what a training step must still round, to see its
+            # magnitude.
             if self._seed is not None or self._delayed_scale(WEIGHT) is None:
                 weight.casts[self.name] = cast
         return cast
@@ -282,7 +320,9 @@ class EightBit:
         scale = self._delayed_scale(kind)
         if scale is not None and self._seed is None:
             return scale
-        largest = torch.linalg.vector_norm(values, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+        largest = torch.linalg.vector_norm(
+            values, math.inf, dim=1 if by_row else (0, 1), keepdim=True
+        ).float()
         if self.delayed is not None:
             seen = self.delayed[1][kind]
             torch.maximum(seen, largest.view(()), out=seen)
@@ -297,7 +337,8 @@ class EightBit:
     def _delayed_scale(self, kind: int) -> Tensor | None:
         """Return the scale that earlier iterations give, (1, 1); None: the factor itself gives it.
 
-        A frozen weight does: its 8-bit form follows from the weight alone, however often a layout rounds it.
+        A frozen weight does: its 8-bit form follows from the weight alone, however often a layout
+        rounds it.
         """
         if self.delayed is None or (kind == WEIGHT and self.frozen):
             return None

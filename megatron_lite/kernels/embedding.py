@@ -1,10 +1,11 @@
 """Embedding look-up: y[t] = W[token[t]];   W.main_grad[token[t]] += dy[t], without a dense (v, h) temporary.
 
-The first gradient of an accumulation zeroes `main_grad`, because rows without a token or position get no gradient.
+The first gradient of an accumulation zeroes `main_grad`, because rows without a token or position
+get no gradient.
 
-On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are on. The Triton kernel
-always adds in the same order: positions are sorted by token, and the program of a token's first position sums that
-token's positions in fp32.
+On a GPU `index_add_` adds atomically, in any order, unless PyTorch's deterministic algorithms are
+on. The Triton kernel always adds in the same order: positions are sorted by token, and the program
+of a token's first position sums that token's positions in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from megatron_lite.parameter import Function, Parameter
 
 @jit
 def _add_rows_kernel(
-    total_ptr, dy_ptr, tokens_ptr, order_ptr, ends_ptr, hidden_size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    total_ptr,
+    dy_ptr,
+    tokens_ptr,
+    order_ptr,
+    ends_ptr,
+    hidden_size,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Each program sums COLUMNS elements of one token's row, ROWS positions at a time."""
     first = tl.program_id(0)
@@ -43,21 +51,37 @@ def _add_rows_kernel(
 
 
 def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy` int64."""
+    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy`
+    int64."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
-    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)  # of each token's run of positions
+    ends = torch.searchsorted(
+        sorted_tokens, sorted_tokens, right=True
+    )  # of each token's run of positions
     hidden_size = dy.shape[1]
     columns = min(next_power_of_2(hidden_size), 512)
     grid = (tokens.shape[0], cdiv(hidden_size, columns))
     _add_rows_kernel[grid](
-        total, dy.contiguous(), sorted_tokens, order, ends, hidden_size, ROWS=8, COLUMNS=columns, num_warps=4
+        total,
+        dy.contiguous(),
+        sorted_tokens,
+        order,
+        ends,
+        hidden_size,
+        ROWS=8,
+        COLUMNS=columns,
+        num_warps=4,
     )
 
 
 class _Embedding(Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Parameter, tokens: Tensor, vocabulary: Vocabulary, triton: bool, dtype: torch.dtype | None
+        ctx: Any,
+        weight: Parameter,
+        tokens: Tensor,
+        vocabulary: Vocabulary,
+        triton: bool,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         rows, absent = vocabulary.rows(tokens)
         ctx.save_for_backward(rows, absent)

@@ -1,13 +1,15 @@
-"""Split the fused projection into query, key and value, with optional norms of each head and rotary positions.
+"""Split the fused projection into query, key and value, with optional norms of each head and rotary
+positions.
 
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))
 
-The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023) are those of `normalization.py`, over the d
-channels of each head, with one weight (d,) for all heads.
+The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023) are those of
+`normalization.py`, over the d channels of each head, with one weight (d,) for all heads.
 
-Without norms nothing is saved, and the projection is rotated in place. With norms, the backward pass needs the
-projection, which contains v, and the statistics; attention saves the new q and k anyway. The backward pass first joins
-the three gradients, rotated back, then computes the norms' gradients in place.
+Without norms nothing is saved, and the projection is rotated in place. With norms, the backward
+pass needs the projection, which contains v, and the statistics; attention saves the new q and k
+anyway. The backward pass first joins the three gradients, rotated back, then computes the norms'
+gradients in place.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class _SplitHeads(Function):
         ctx.table = table
         ctx.triton = triton
         ctx.kind = kind
-        heads = projection.contiguous().view(*projection.shape[:-1], sum(sizes), -1)  # (b, s, n + 2 g, d)
+        heads = projection.contiguous().view(
+            *projection.shape[:-1], sum(sizes), -1
+        )  # (b, s, n + 2 g, d)
         query, key, value = heads.split_with_sizes(sizes, 2)
         rotated = heads
         if kind is not None:
@@ -78,10 +82,14 @@ class _SplitHeads(Function):
         if ctx.kind is not None:
             heads, *saved = ctx.saved_tensors
             pairs = zip(heads.split(ctx.sizes, dim=2), grad.split(ctx.sizes, dim=2), strict=True)
-            for i, (weights, (x, dy)) in enumerate(zip(ctx.weights, pairs, strict=False)):  # not the value
+            for i, (weights, (x, dy)) in enumerate(
+                zip(ctx.weights, pairs, strict=False)
+            ):  # not the value
                 statistics = Statistics(*saved[2 * i : 2 * i + 2])
                 if ctx.norms_in_triton:
-                    triton_backward(dy, None, x, statistics, weights, ctx.kind, dy if needs_dx else None)
+                    triton_backward(
+                        dy, None, x, statistics, weights, ctx.kind, dy if needs_dx else None
+                    )
                 else:
                     dx = reference_backward(dy, None, x, statistics, weights, ctx.kind, needs_dx)
                     if dx is not None:
@@ -101,12 +109,14 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
-    The value, and without norms also query and key, are views of the projection, which is rotated in place to avoid
-    saving a rotated copy. Nothing else may read or write the projection afterwards.
+    The value, and without norms also query and key, are views of the projection, which is rotated
+    in place to avoid saving a rotated copy. Nothing else may read or write the projection
+    afterwards.
 
     Args:
         table: angles of queries and keys; None: no rotation.
-        norms: weight and bias (d,) of the norms of queries and of keys, of one `kind`; None: no norms.
+        norms: weight and bias (d,) of the norms of queries and of keys, of one `kind`; None: no
+        norms.
     """
     parameters = () if norms is None else (*norms[0], *norms[1])
     return _SplitHeads.apply(projection, num_heads, head_groups, table, triton, kind, *parameters)

@@ -2,17 +2,17 @@
 
     dx = dy W        W.main_grad += dy^T x        b.main_grad += sum over tokens of dy
 
-The input is saved for the backward pass only if the weight is trained. Frozen parameters cost no computation. The first
-gradient of an accumulation overwrites `main_grad` and later ones add to it, so no buffer is zeroed first. See
-`products.py` for the products.
+The input is saved for the backward pass only if the weight is trained. Frozen parameters cost no
+computation. The first gradient of an accumulation overwrites `main_grad` and later ones add to it,
+so no buffer is zeroed first. See `products.py` for the products.
 
 Products are in the weight's dtype, or of rounded factors: see `eight_bit.py`.
 
-Tensor parallelism splits a layer's outputs or inputs; see `tensor_collectives.py`. With split outputs the input is
-gathered, and gathered again in the backward pass, overlapped with dy W; the reduction of dx overlaps with the weight
-gradient. With split inputs the product is reduced over ranks, and dy is gathered. While tokens are gathered, a rank
-multiplies its own. One rank adds the bias to its partial sum; every rank has dy of all tokens, and therefore the same
-bias gradient.
+Tensor parallelism splits a layer's outputs or inputs; see `tensor_collectives.py`. With split
+outputs the input is gathered, and gathered again in the backward pass, overlapped with dy W; the
+reduction of dx overlaps with the weight gradient. With split inputs the product is reduced over
+ranks, and dy is gathered. While tokens are gathered, a rank multiplies its own. One rank adds the
+bias to its partial sum; every rank has dy of all tokens, and therefore the same bias gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from megatron_lite.parameter import Function, Parameter
 
 
 def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None], Tensor]) -> None:
-    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may differ.
+    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may
+    differ.
 
-    gradient: or a function of `out`, `main_grad` for the first gradient, which saves the copy if it writes there.
+    gradient: or a function of `out`, `main_grad` for the first gradient, which saves the copy if it
+    writes there.
     """
     first, grad = parameter.begin_gradient(), parameter.main_grad
     value = gradient if isinstance(gradient, Tensor) else gradient(grad if first else None)
@@ -41,7 +43,8 @@ def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None]
 
 
 def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the sum of dy (t, o) over tokens to the gradient of a trained bias; the first sum is not copied."""
+    """Add the sum of dy (t, o) over tokens to the gradient of a trained bias; the first sum is not
+    copied."""
     if bias is not None and bias.requires_grad:
         dtype = bias.main_grad.dtype
         accumulate(bias, lambda out: torch.sum(dy, 0, dtype=dtype, out=out))
@@ -57,20 +60,26 @@ class Products(NamedTuple):
 
     forward: Affine = Pending.affine  # (..., i) -> (..., o)
     input_gradient: Callable[[Pending, Parameter], Tensor] = Pending.times  # (t, o) -> (t, i)
-    of_weight: Callable[[Parameter, Tensor, Tensor], None] = accumulate_product  # of dy (t, o) and x (t, i)
+    of_weight: Callable[[Parameter, Tensor, Tensor], None] = (
+        accumulate_product  # of dy (t, o) and x (t, i)
+    )
 
     def add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to the weight's gradient, now or, in a pass for the gradient of the input, in a later pass."""
+        """Add dy^T x to the weight's gradient, now or, in a pass for the gradient of the input, in
+        a later pass."""
         if weight.later is None:
             self.of_weight(weight, dy, x)
         else:
-            weight.later.append(functools.partial(self.of_weight, weight, dy.detach(), x.detach()))  # without the graph
+            weight.later.append(
+                functools.partial(self.of_weight, weight, dy.detach(), x.detach())
+            )  # without the graph
 
 
 PLAIN = Products()
 
 
-# -- the layer -------------------------------------------------------------------------------------------------------
+# -- the layer
+# -------------------------------------------------------------------------------------------------------
 
 
 class _Linear(Function):
@@ -113,6 +122,7 @@ def linear(
 ) -> Tensor:
     """x (..., i), weight (o, i), bias (o,) -> (..., o).
 
-    before: collectives of the input if outputs are split over ranks. after: of the output if inputs are split.
+    before: collectives of the input if outputs are split over ranks. after: of the output if inputs
+    are split.
     """
     return _Linear.apply(x, weight, bias, before, after, products)

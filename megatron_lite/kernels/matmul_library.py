@@ -1,17 +1,19 @@
 """The library for large fp32 products on a CPU: PyTorch's BLAS (MKL) or oneDNN.
 
-oneDNN is faster where MKL does not use the processor's widest instructions: on AMD's Zen 4 MKL runs its AVX2 kernels,
-and whole steps with oneDNN take 0.86 to 0.95 of the time; on Zen 5, less. On Intel's Sapphire Rapids it is 1 to 4
-percent slower with one thread and 7 to 10 percent with two; with only AVX2 both are equal. `library_for` decides by
-these facts, never by a clock: the libraries differ in the last bits, and a command must repeat its bits under any load.
-`use_library` applies the choice.
+oneDNN is faster where MKL does not use the processor's widest instructions: on AMD's Zen 4 MKL runs
+its AVX2 kernels, and whole steps with oneDNN take 0.86 to 0.95 of the time; on Zen 5, less. On
+Intel's Sapphire Rapids it is 1 to 4 percent slower with one thread and 7 to 10 percent with two;
+with only AVX2 both are equal. `library_for` decides by these facts, never by a clock: the libraries
+differ in the last bits, and a command must repeat its bits under any load. `use_library` applies
+the choice.
 
-Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through oneDNN, in-place
-additions and transposed operands included. The setting permits rounding the factors to bf16, but without matrix units
-(AMX) oneDNN computes in fp32 throughout and only the order of the sums differs; `onednn_is_exact` checks that with
-products whose exact values are known. The setting belongs to the process and slows small products down (attention's
-blocks take 1.5 times as long), so it is set for one large product at a time and then restored. If the BLAS was chosen,
-it is "ieee" otherwise, which permits no rounding.
+Setting `torch.backends.mkldnn.matmul.fp32_precision` to "bf16" sends every plain product through
+oneDNN, in-place additions and transposed operands included. The setting permits rounding the
+factors to bf16, but without matrix units (AMX) oneDNN computes in fp32 throughout and only the
+order of the sums differs; `onednn_is_exact` checks that with products whose exact values are known.
+The setting belongs to the process and slows small products down (attention's blocks take 1.5 times
+as long), so it is set for one large product at a time and then restored. If the BLAS was chosen, it
+is "ieee" otherwise, which permits no rounding.
 """
 
 from __future__ import annotations
@@ -42,22 +44,30 @@ def through_onednn(operation: Callable[..., Any], *operands: Any, **options: Any
 
 @functools.cache
 def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not excluded.
+    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not
+    excluded.
 
-    Asked before every product, so the answer is kept: reading the switch takes as long as a small product.
+    Asked before every product, so the answer is kept: reading the switch takes as long as a small
+    product.
     """
-    is_possible = device.type == "cpu" and dtype == torch.float32 and _onednn_switch().fp32_precision != "ieee"
+    is_possible = (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and _onednn_switch().fp32_precision != "ieee"
+    )
     return is_possible and onednn_is_exact()
 
 
 def use_library(name: str) -> None:
-    """Choose this process's library for large fp32 products on a CPU: "blas", or "onednn" if that is exact."""
+    """Choose this process's library for large fp32 products on a CPU: "blas", or "onednn" if that
+    is exact."""
     _onednn_switch().fp32_precision = "ieee" if name == "blas" else "none"
     goes_through_onednn.cache_clear()
 
 
 def library_for(wanted: str) -> str:
-    """Return the library that --cpu_matmul wants: for "auto" oneDNN where it is exact and faster, else the BLAS.
+    """Return the library that --cpu_matmul wants: for "auto" oneDNN where it is exact and faster,
+    else the BLAS.
 
     Raises:
         UsageError: naming the flag, if oneDNN is wanted and would round the factors.
@@ -73,8 +83,11 @@ def library_for(wanted: str) -> str:
 
 
 def _mkl_is_narrow() -> bool:
-    """Whether this is an AMD processor, for which MKL takes its AVX2 kernels, and oneDNN and PyTorch use AVX-512."""
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports("bf16")  # from AVX-512 on
+    """Whether this is an AMD processor, for which MKL takes its AVX2 kernels, and oneDNN and
+    PyTorch use AVX-512."""
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports(
+        "bf16"
+    )  # from AVX-512 on
     if not has_avx512 or not torch.backends.mkl.is_available():
         return False
     try:
@@ -85,7 +98,8 @@ def _mkl_is_narrow() -> bool:
 
 
 def onednn_supports(name: str) -> bool:
-    """Whether PyTorch sends products in "bf16" or "fp16" to oneDNN on this processor; False if PyTorch lacks oneDNN."""
+    """Whether PyTorch sends products in "bf16" or "fp16" to oneDNN on this processor; False if
+    PyTorch lacks oneDNN."""
     supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return supported is not None and bool(supported())
 
@@ -94,9 +108,9 @@ def onednn_supports(name: str) -> bool:
 def onednn_is_exact() -> bool:
     """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
 
-    oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 to 192 rows and columns stay exact and
-    those of 256 are rounded. So the products are as large as those that will go through oneDNN, and AMX alone
-    rules it out.
+    oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 to 192 rows and
+    columns stay exact and those of 256 are rounded. So the products are as large as those that will
+    go through oneDNN, and AMX alone rules it out.
     """
     if not torch.backends.mkldnn.is_available() or torch.cpu._is_amx_tile_supported():
         return False

@@ -1,4 +1,5 @@
-"""MLP: y = z W^T + b with z = a(u), or gated z = a(gate) * up with u = [gate, up], and u = x U^T + c.
+"""MLP: y = z W^T + b with z = a(u), or gated z = a(gate) * up with u = [gate, up], and u = x U^T +
+c.
 
     plain: du = dz a'(u)        gated: dgate = dz up a'(gate),   dup = dz a(gate)
     dz = dy W,   dx = du U        W.main_grad += dy^T z,   U.main_grad += du^T x
@@ -7,15 +8,18 @@
     silu: u s(u)        quick_gelu: u s(1.702 u)        with the sigmoid s(x) = 1 / (1 + e^-x)
     relu: max(u, 0)        squared_relu: max(u, 0)^2        tanh: tanh(u)        identity: u
 
-gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu: their section 2.
+gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu:
+their section 2.
 
-Saved for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with recompute level
-"activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The backward pass recomputes the rest with
-the same operations from the same values, so no level changes a bit. z is a by-product of du, which needs a(u) anyway.
-Tensors that only a frozen parameter's gradient would need are not saved.
+Saved for the backward pass, in elements per token: x, u and z (h + 2 f, gated h + 3 f); with
+recompute level "activation" x and u (h + f, gated h + 2 f); with level "full" only x (h). The
+backward pass recomputes the rest with the same operations from the same values, so no level changes
+a bit. z is a by-product of du, which needs a(u) anyway. Tensors that only a frozen parameter's
+gradient would need are not saved.
 
-Tensor parallelism splits the f channels: x is gathered before the first product, y reduced after the second; see
-`linear.py`. Each rank saves its channels of u and z, and x as in its residual stream.
+Tensor parallelism splits the f channels: x is gathered before the first product, y reduced after
+the second; see `linear.py`. Each rank saves its channels of u and z, and x as in its residual
+stream.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ PIECE_NUMEL = 2**17
 
 
 def _gelu(u: Tensor) -> Tensor:
-    """GELU. In fp32 on a CPU, compute it with the sigmoid: torch's tanh takes about twice as long."""
+    """GELU. In fp32 on a CPU, compute it with the sigmoid: torch's tanh takes about twice as
+    long."""
     if u.dtype != torch.float32 or u.is_cuda:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
@@ -57,22 +62,38 @@ def _gelu(u: Tensor) -> Tensor:
 
 # name -> (a(u) in new memory, dz * a'(u) from (dz, u) in the memory of u)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "gelu": (_gelu, lambda dz, u: aten.gelu_backward.grad_input(dz, u, approximate="tanh", grad_input=u)),
-    "gelu_exact": (functional.gelu, lambda dz, u: aten.gelu_backward.grad_input(dz, u, grad_input=u)),
+    "gelu": (
+        _gelu,
+        lambda dz, u: aten.gelu_backward.grad_input(dz, u, approximate="tanh", grad_input=u),
+    ),
+    "gelu_exact": (
+        functional.gelu,
+        lambda dz, u: aten.gelu_backward.grad_input(dz, u, grad_input=u),
+    ),
     "silu": (functional.silu, lambda dz, u: aten.silu_backward.grad_input(dz, u, grad_input=u)),
-    # The derivative is silu's at 1.702 u. Clamping keeps 1.702 u finite in fp16; beyond 100 the derivative is 0 or 1.
+    # The derivative is silu's at 1.702 u. Clamping keeps 1.702 u finite in fp16; beyond 100 the
+    # derivative is 0 or 1.
     "quick_gelu": (
         lambda u: (u * QUICK).sigmoid_().mul_(u),
-        lambda dz, u: aten.silu_backward.grad_input(dz, u.mul_(QUICK).clamp_(-100, 100), grad_input=u),
+        lambda dz, u: aten.silu_backward.grad_input(
+            dz, u.mul_(QUICK).clamp_(-100, 100), grad_input=u
+        ),
     ),
-    "relu": (functional.relu, lambda dz, u: aten.threshold_backward.grad_input(dz, u, 0.0, grad_input=u)),
-    "squared_relu": (lambda u: functional.relu(u).square_(), lambda dz, u: u.relu_().mul_(dz).mul_(2)),
+    "relu": (
+        functional.relu,
+        lambda dz, u: aten.threshold_backward.grad_input(dz, u, 0.0, grad_input=u),
+    ),
+    "squared_relu": (
+        lambda u: functional.relu(u).square_(),
+        lambda dz, u: u.relu_().mul_(dz).mul_(2),
+    ),
     "tanh": (torch.tanh, lambda dz, u: aten.tanh_backward.grad_input(dz, u.tanh_(), grad_input=u)),
     "identity": (torch.clone, lambda dz, u: u.copy_(dz)),
 }
 
 
-# -- the activation by Triton ----------------------------------------------------------------------------------------
+# -- the activation by Triton
+# ----------------------------------------------------------------------------------------
 
 
 @jit
@@ -113,8 +134,11 @@ def _value_and_slope(u, NAME: tl.constexpr):
 
 
 @jit
-def _activate_kernel(u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of channels of one row (width,) per program: write z if wanted; given dz, overwrite u by du.
+def _activate_kernel(
+    u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One block of channels of one row (width,) per program: write z if wanted; given dz, overwrite
+    u by du.
 
     z may overwrite dz.
     """
@@ -127,28 +151,35 @@ def _activate_kernel(u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.
     if GATED:
         gate_pointers = u_ptr + row * 2 * width + column
         up = tl.load(gate_pointers + width, mask=inside, other=0.0).to(tl.float32)
-        z, slope = _value_and_slope(tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
+        z, slope = _value_and_slope(
+            tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32), NAME
+        )
         if dz_ptr is not None:
             tl.store(gate_pointers, (dz * up * slope).to(u_ptr.dtype.element_ty), mask=inside)
             tl.store(gate_pointers + width, (dz * z).to(u_ptr.dtype.element_ty), mask=inside)
         z *= up
     else:
         u_pointers = u_ptr + row * width + column
-        z, slope = _value_and_slope(tl.load(u_pointers, mask=inside, other=0.0).to(tl.float32), NAME)
+        z, slope = _value_and_slope(
+            tl.load(u_pointers, mask=inside, other=0.0).to(tl.float32), NAME
+        )
         if dz_ptr is not None:
             tl.store(u_pointers, (dz * slope).to(u_ptr.dtype.element_ty), mask=inside)
     if z_ptr is not None:
         tl.store(z_ptr + row * width + column, z.to(z_ptr.dtype.element_ty), mask=inside)
 
 
-def _launch(u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool) -> None:
+def _launch(
+    u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool
+) -> None:
     """Launch with 128 threads of 8 channels each: 16 bytes in bf16."""
     block = min(next_power_of_2(width), 1024)
     grid = (u.numel() // (width * (2 if gated else 1)) * cdiv(width, block),)
     _activate_kernel[grid](u, dz, z, width, NAME=name, GATED=gated, BLOCK=block, num_warps=4)
 
 
-# -- the activation --------------------------------------------------------------------------------------------------
+# -- the activation
+# --------------------------------------------------------------------------------------------------
 
 
 def activate(u: Tensor, name: str, gated: bool, triton: bool) -> Tensor:
@@ -190,7 +221,8 @@ def activate_backward(
     return u, z
 
 
-# -- the MLP ---------------------------------------------------------------------------------------------------------
+# -- the MLP
+# ---------------------------------------------------------------------------------------------------------
 
 
 class _Options(NamedTuple):
@@ -208,16 +240,26 @@ class _Options(NamedTuple):
 class _MLP(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Parameter, up_bias: Bias, down: Parameter, down_bias: Bias, options: _Options
+        ctx: Any,
+        x: Tensor,
+        up: Parameter,
+        up_bias: Bias,
+        down: Parameter,
+        down_bias: Bias,
+        options: _Options,
     ) -> Tensor:
         ctx.up = up
         ctx.up_bias = up_bias
         ctx.down = down
         ctx.down_bias = down_bias
         ctx.options = options
-        u = options.of_up.forward(options.collectives.start_gather(x), up, up_bias)  # (..., f) or (..., 2 f)
+        u = options.of_up.forward(
+            options.collectives.start_gather(x), up, up_bias
+        )  # (..., f) or (..., 2 f)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
-        ctx.needs_du = any(ctx.needs_input_grad[:3])  # for dx and the gradients of `up` and its bias
+        ctx.needs_du = any(
+            ctx.needs_input_grad[:3]
+        )  # for dx and the gradients of `up` and its bias
         recomputes_z = down.requires_grad and options.recompute_level != "none"
         recomputes_u = options.recompute_level == "full"
         needs_u = ctx.needs_du or recomputes_z
@@ -227,17 +269,25 @@ class _MLP(Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.collectives.reduced_affine(Pending(z), down, down_bias, options.of_down.forward)
+        return options.collectives.reduced_affine(
+            Pending(z), down, down_bias, options.of_down.forward
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, collectives, of_up, of_down) = ctx.up, ctx.down, ctx.options
+        up, down, (activation, gated, _, triton, collectives, of_up, of_down) = (
+            ctx.up,
+            ctx.down,
+            ctx.options,
+        )
         gathering_dy = collectives.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None
         recomputed_z = None
         needs_z = down.requires_grad and z is None
-        gathering = None if x is None else collectives.start_gather(x)  # overlaps the products until `up` needs it
+        gathering = (
+            None if x is None else collectives.start_gather(x)
+        )  # overlaps the products until `up` needs it
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
             u = of_up.forward(gathering, up, ctx.up_bias)
         flat: list[Any] = [None if saved is None else saved.flatten(0, -2) for saved in (u, z)]
@@ -277,11 +327,17 @@ def mlp(
     collectives: Collectives = ONE_RANK,
     products: tuple[Products, Products] = (PLAIN, PLAIN),
 ) -> Tensor:
-    """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h, f).
+    """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h,
+    f).
 
-    activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives: of x and y, if f is
-    split over ranks. products: of `up` and `down`.
+    activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives:
+    of x and y, if f is split over ranks. products: of `up` and `down`.
     """
     return _MLP.apply(
-        x, up, up_bias, down, down_bias, _Options(activation, gated, recompute_level, triton, collectives, *products)
+        x,
+        up,
+        up_bias,
+        down,
+        down_bias,
+        _Options(activation, gated, recompute_level, triton, collectives, *products),
     )

@@ -1,4 +1,5 @@
-"""Layer norm (Ba et al. 2016) and RMS norm (Zhang & Sennrich 2019) of x, or of a sum x = hidden + branch; fp32 inside.
+"""Layer norm (Ba et al. 2016) and RMS norm (Zhang & Sennrich 2019) of x, or of a sum x = hidden +
+branch; fp32 inside.
 
     layer norm: n = (x - mean) r,  r = 1 / sqrt(var + eps)        RMS norm: n = x r,  r = 1 / sqrt(mean(x^2) + eps)
     y = n w (+ b)
@@ -6,9 +7,10 @@
 Backward, with g = dy w:   dw = sum of dy n,   db = sum of dy,
     RMS norm: dx = (g - n mean(g n)) r        layer norm: dx = (g - mean(g) - n mean(g n)) r
 
-and then dx += dsum, the gradient of the sum, which both summands receive. x is saved instead of y, because a weight may
-be zero. The weight (and with it the bias) is optional, and may be stored as w - 1. The sum has the dtype of `hidden`,
-which may be wider than that of the branch and y: a residual stream in fp32.
+and then dx += dsum, the gradient of the sum, which both summands receive. x is saved instead of y,
+because a weight may be zero. The weight (and with it the bias) is optional, and may be stored as w
+- 1. The sum has the dtype of `hidden`, which may be wider than that of the branch and y: a residual
+stream in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron_lite.parameter import Function, Parameter
 aten = torch.ops.aten
 LARGEST_ROW = 32768  # elements that one program of a kernel can hold
 PLANNED_MULTIPROCESSORS = 132  # of an H100; plans query no device
-# Prefetched tiles of the backward kernel are in shared memory: at most this much, which every GPU from Ampere has.
+# Prefetched tiles of the backward kernel are in shared memory: at most this much, which every GPU
+# from Ampere has.
 SHARED_BYTES = 98304
 
 
@@ -59,24 +62,41 @@ class Statistics(NamedTuple):
     r: Tensor
 
 
-# -- by torch --------------------------------------------------------------------------------------------------------
+# -- by torch
+# --------------------------------------------------------------------------------------------------------
 
 
-def reference_forward(x: Tensor, weights: Weights, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Statistics]:
+def reference_forward(
+    x: Tensor, weights: Weights, kind: Kind, dtype: torch.dtype
+) -> tuple[Tensor, Statistics]:
     """x (..., h) -> y (..., h) in `dtype`, and the statistics."""
     single = x.float()
     w = kind.scale(weights.weight)
     b = weights.bias
     if kind.centered:
-        y, mean, r = torch.native_layer_norm(single, x.shape[-1:], w, None if b is None else b.float(), kind.eps)
+        y, mean, r = torch.native_layer_norm(
+            single, x.shape[-1:], w, None if b is None else b.float(), kind.eps
+        )
         return y.to(dtype), Statistics(mean, r)
-    r = torch.linalg.vector_norm(single, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(kind.eps).rsqrt_()
+    r = (
+        torch.linalg.vector_norm(single, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(kind.eps)
+        .rsqrt_()
+    )
     n = single * r if single is x else single.mul_(r)
     return (n if w is None else n.mul_(w)).to(dtype), Statistics(None, r)
 
 
 def reference_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, statistics: Statistics, weights: Weights, kind: Kind, needs_dx: bool
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    statistics: Statistics,
+    weights: Weights,
+    kind: Kind,
+    needs_dx: bool,
 ) -> Tensor | None:
     """Return dx, if needed, and add dw and db to their gradients.
 
@@ -106,9 +126,16 @@ def reference_backward(
 
 
 def _reference_rms_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, r: Tensor, weight: Parameter | None, kind: Kind, needs_dx: bool
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    r: Tensor,
+    weight: Parameter | None,
+    kind: Kind,
+    needs_dx: bool,
 ) -> Tensor | None:
-    """Allocate a single tensor, because new memory costs more time than arithmetic; multiply by r last."""
+    """Allocate a single tensor, because new memory costs more time than arithmetic; multiply by r
+    last."""
     w, size = kind.scale(weight), x.shape[-1]
     products = dy * x
     if weight is not None and weight.requires_grad:
@@ -122,7 +149,8 @@ def _reference_rms_backward(
     return g.mul_(r) if dsum is None else torch.addcmul(dsum.float(), g, r, out=g)
 
 
-# -- by Triton -------------------------------------------------------------------------------------------------------
+# -- by Triton
+# -------------------------------------------------------------------------------------------------------
 
 
 @jit
@@ -160,7 +188,8 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS full rows per program. The sum may overwrite the branch. Branch, weight and mean may be None."""
+    """ROWS full rows per program. The sum may overwrite the branch. Branch, weight and mean may be
+    None."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
@@ -182,7 +211,9 @@ def _forward_kernel(
             y += tl.load(b_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     offsets = _offsets(row, column, Y_STRIDE, COLUMNS, HEADS)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(r_ptr + row, r, mask=row < rows)  # last: earlier, fp32 rows of 4096 would spill a register
+    tl.store(
+        r_ptr + row, r, mask=row < rows
+    )  # last: earlier, fp32 rows of 4096 would spill a register
 
 
 @jit
@@ -206,7 +237,8 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th tile of ROWS rows and sums its share of dw and db in fp32.
+    """Each program takes every num_programs-th tile of ROWS rows and sums its share of dw and db in
+    fp32.
 
     dx may overwrite dy. Outputs that are None are not computed.
     """
@@ -214,12 +246,16 @@ def _backward_kernel(
     if w_ptr is not None:
         w = _load_weight(w_ptr, column, COLUMNS, ZERO_CENTERED)
     dw, db = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
         offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)  # zero outside, for dw and db
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(
+            tl.float32
+        )  # zero outside, for dw and db
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -250,7 +286,13 @@ def _backward_kernel(
 
 @jit
 def _add_sums_kernel(
-    sums_ptr, main_grad_ptr, count, COLUMNS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    sums_ptr,
+    main_grad_ptr,
+    count,
+    COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write or add the sum of sums (count, h) to main_grad (h,), in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -258,21 +300,28 @@ def _add_sums_kernel(
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & (column < COLUMNS)[None, :]
-        total += tl.sum(tl.load(sums_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0), axis=0)
+        total += tl.sum(
+            tl.load(sums_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0),
+            axis=0,
+        )
     if not FIRST:
         total += tl.load(main_grad_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    tl.store(main_grad_ptr + column, total.to(main_grad_ptr.dtype.element_ty), mask=column < COLUMNS)
+    tl.store(
+        main_grad_ptr + column, total.to(main_grad_ptr.dtype.element_ty), mask=column < COLUMNS
+    )
 
 
 def _tile(columns: int) -> tuple[int, int, int]:
-    """Return rows and columns of a program's tile, about 4096 values, and its warps, for 16 or 32 values per thread."""
+    """Return rows and columns of a program's tile, about 4096 values, and its warps, for 16 or 32
+    values per thread."""
     block = next_power_of_2(columns)
     rows = min(max(1, 4096 // block), 16)
     return rows, block, min(max(rows * block // 512, 1), 32 if block > 16384 else 16)
 
 
 def _heads_and_stride(x: Tensor) -> tuple[int, int]:
-    """Return heads per token and the stride between tokens of (b, s, heads, d), or of contiguous rows."""
+    """Return heads per token and the stride between tokens of (b, s, heads, d), or of contiguous
+    rows."""
     return (x.shape[2], x.stride(1)) if x.dim() == 4 else (1, x.shape[-1])
 
 
@@ -305,7 +354,9 @@ def triton_forward(
         ZERO_CENTERED=kind.zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=warps if tile_rows == 1 else max(1, warps // 2),  # sums across fewer warps: 0.8 of the time at 768
+        num_warps=warps
+        if tile_rows == 1
+        else max(1, warps // 2),  # sums across fewer warps: 0.8 of the time at 768
     )
     return Statistics(mean, r)
 
@@ -321,10 +372,11 @@ def triton_backward(
     dbranch: Tensor | None = None,
     warps_per_multiprocessor: int = 16,
 ) -> None:
-    """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of trained parameters.
+    """Write dx, and dbranch if the branch has another dtype; add dw and db to the gradients of
+    trained parameters.
 
-    dy and dx have the layout of x: see `triton_forward`. More warps hide more memory latency if their registers fit,
-    and sum dw and db in more parts.
+    dy and dx have the layout of x: see `triton_forward`. More warps hide more memory latency if
+    their registers fit, and sum dw and db in more parts.
     """
     columns, rows = x.shape[-1], statistics.r.numel()
     heads, stride = _heads_and_stride(x)
@@ -360,12 +412,20 @@ def triton_backward(
         if parameter is not None and part is not None:
             first, grid = parameter.begin_gradient(), (cdiv(columns, 32),)
             _add_sums_kernel[grid](
-                part, parameter.main_grad, programs, COLUMNS=columns, FIRST=first, ROWS=64, BLOCK=32, num_warps=4
+                part,
+                parameter.main_grad,
+                programs,
+                COLUMNS=columns,
+                FIRST=first,
+                ROWS=64,
+                BLOCK=32,
+                num_warps=4,
             )
 
 
 def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> int:
-    """Return how many programs fill the device; a few for the interpreter, which runs them one by one."""
+    """Return how many programs fill the device; a few for the interpreter, which runs them one by
+    one."""
     if x.device.type != "cuda":
         return 3
     count = PLANNED_MULTIPROCESSORS
@@ -374,7 +434,8 @@ def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> 
     return count * max(1, warps_per_multiprocessor // warps)
 
 
-# -- the norm of a sum -----------------------------------------------------------------------------------------------
+# -- the norm of a sum
+# -----------------------------------------------------------------------------------------------
 
 
 class _AddNorm(Function):
@@ -441,10 +502,12 @@ def add_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that of `hidden`.
+    """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that
+    of `hidden`.
 
-    The sum overwrites the branch, which nothing may read afterwards, unless the dtypes differ. Without a branch the sum
-    is `hidden`; use the returned sum from then on, so that the norm's backward pass adds its gradient.
+    The sum overwrites the branch, which nothing may read afterwards, unless the dtypes differ.
+    Without a branch the sum is `hidden`; use the returned sum from then on, so that the norm's
+    backward pass adds its gradient.
     """
     assert weight is None or kind.centered == (bias is not None)
     return _AddNorm.apply(hidden, branch, weight, bias, kind, dtype or hidden.dtype, triton)

@@ -1,7 +1,8 @@
 """Matrix products: the one place that knows how the hardware computes them.
 
-Products of bf16 or fp16 matrices are accumulated in fp32. Whether the result reaches an fp32 `main_grad` without
-rounding depends on the device and on PyTorch; `product_accumulation` finds out once:
+Products of bf16 or fp16 matrices are accumulated in fp32. Whether the result reaches an fp32
+`main_grad` without rounding depends on the device and on PyTorch; `product_accumulation` finds out
+once:
 
     "by the product itself"       mm and addmm with `out_dtype` and `out` write or add in fp32
     "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
@@ -20,12 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.converted_products import computes_in_fp32, multiply_in_fp32, temporary_rows
+from megatron_lite.kernels.converted_products import (
+    computes_in_fp32,
+    multiply_in_fp32,
+    temporary_rows,
+)
 from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.matmul_library import goes_through_onednn
 
-# Rows (tokens) from which converting a weight pays; with fewer, reading it takes as long as multiplying. One token of
-# generation takes 5 times as long with a converted weight, 8 tokens take 0.8 of the time (AVX2, one thread).
+# Rows (tokens) from which converting a weight pays; with fewer, reading it takes as long as
+# multiplying. One token of generation takes 5 times as long with a converted weight, 8 tokens take
+# 0.8 of the time (AVX2, one thread).
 FEWEST_ROWS = 8
 NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an fp16"}
 
@@ -35,11 +41,15 @@ def _converts(a: Tensor) -> bool:
     return a.shape[:-1].numel() >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
 
 
-# -- products --------------------------------------------------------------------------------------------------------
+# -- products
+# --------------------------------------------------------------------------------------------------------
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in the memory of `out` (t, o) if given."""
+def affine(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in the memory of `out`
+    (t, o) if given."""
     if _converts(x):
         rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
@@ -48,7 +58,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
         return in_its_library(functional.linear, x, weight.shape[0])(x, weight, bias)
     if x.dim() == 3 and not x.is_contiguous():  # reshaping would copy the rows
         places, matrices = out.view(len(x), -1, len(weight)), weight.t().expand(len(x), -1, -1)
-        return torch.bmm(x, matrices, out=places) if bias is None else torch.baddbmm(bias, x, matrices, out=places)
+        return (
+            torch.bmm(x, matrices, out=places)
+            if bias is None
+            else torch.baddbmm(bias, x, matrices, out=places)
+        )
     rows = x.reshape(-1, x.shape[-1])
     if bias is None:
         return in_its_library(torch.mm, x, weight.shape[0])(rows, weight.t(), out=out)
@@ -58,7 +72,9 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
     if _converts(a):
-        return multiply_in_fp32(a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t())
+        return multiply_in_fp32(
+            a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t()
+        )
     return in_its_library(torch.mm, a, b.shape[0])(a, b.t(), out=out)
 
 
@@ -69,17 +85,20 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
     return torch.addmm(addend, a, b, beta=beta, alpha=alpha)
 
 
-# -- adding products to totals ---------------------------------------------------------------------------------------
+# -- adding products to totals
+# ---------------------------------------------------------------------------------------
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this product is the first."""
+    """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this
+    product is the first."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
     in_its_library(method.run, a, b.shape[1])(total, a, b, first)
 
 
 class ProductAccumulation(NamedTuple):
-    """A way to accumulate products. `run(total, a, b, first)` does total = a b if `first`, else total += a b."""
+    """A way to accumulate products. `run(total, a, b, first)` does total = a b if `first`, else
+    total += a b."""
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, bool], object]
@@ -106,8 +125,11 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 @functools.cache
-def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> ProductAccumulation:
-    """Choose a device's best method to add products of `dtype` matrices to a total in `total_dtype`.
+def product_accumulation(
+    device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype
+) -> ProductAccumulation:
+    """Choose a device's best method to add products of `dtype` matrices to a total in
+    `total_dtype`.
 
     Runs small products on the device and waits for their results.
     """
@@ -124,14 +146,26 @@ def product_accumulation(device: torch.device, dtype: torch.dtype, total_dtype: 
     return ProductAccumulation(f"through {NAMES[dtype]} temporary", _narrow_temporary)
 
 
-def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype) -> bool:
+def _is_exact(
+    method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype
+) -> bool:
     """Whether a method exactly writes and adds integers that `dtype` cannot represent.
 
-    The operands resemble those of a weight gradient: the first one is transposed, and all dimensions differ. Assumed
-    in a plan, whose tensors have no values.
+    The operands resemble those of a weight gradient: the first one is transposed, and all
+    dimensions differ. Assumed in a plan, whose tensors have no values.
     """
-    a = torch.arange(64 * 16, device=device, dtype=torch.float64).remainder(13).view(64, 16).to(dtype)
-    b = torch.arange(64 * 24, device=device, dtype=torch.float64).remainder(17).view(64, 24).to(dtype)
+    a = (
+        torch.arange(64 * 16, device=device, dtype=torch.float64)
+        .remainder(13)
+        .view(64, 16)
+        .to(dtype)
+    )
+    b = (
+        torch.arange(64 * 24, device=device, dtype=torch.float64)
+        .remainder(17)
+        .view(64, 24)
+        .to(dtype)
+    )
     total = torch.full((16, 24), torch.nan, dtype=total_dtype, device=device)
     if total.is_meta:
         return True
@@ -146,7 +180,8 @@ def _is_exact(method: ProductAccumulation, device: torch.device, dtype: torch.dt
 
 
 def describe_products(device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype) -> str:
-    """Describe for the log how products of matrices in `dtype` are added to gradients in `grad_dtype`."""
+    """Describe for the log how products of matrices in `dtype` are added to gradients in
+    `grad_dtype`."""
     factors = torch.float32 if computes_in_fp32(device, dtype) else dtype
     library = "; large products use oneDNN" if goes_through_onednn(device, factors) else ""
     return f"weight gradients are accumulated {product_accumulation(device, dtype, grad_dtype).name}{library}"

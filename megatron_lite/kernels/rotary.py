@@ -1,11 +1,12 @@
 """Rotary positions (Su et al. 2021, half-split layout) of the heads of a fused projection.
 
-A head x = [a, b, rest] at position p, with r / 2 channels in a and in b (r = d: no rest), is rotated by the angles
+A head x = [a, b, rest] at position p, with r / 2 channels in a and in b (r = d: no rest), is
+rotated by the angles
 p base^(-2 j / r), or by those of `model/rotary.py`:   y = [a cos - b sin, b cos + a sin, rest].
 The backward pass rotates by the opposite angles.
 
-A table of angles holds cos and sin in fp32: either (positions, r / 2), with row i for token i of every sample, or
-(b, s, r / 2), with a row per token.
+A table of angles holds cos and sin in fp32: either (positions, r / 2), with row i for token i of
+every sample, or (b, s, r / 2), with a row per token.
 """
 
 from __future__ import annotations
@@ -25,24 +26,30 @@ def wavelengths(channels: int, base: float, device: torch.device) -> Tensor:
 
 
 def angle_table(frequencies: Tensor, length: int) -> Table:
-    """Return cos and sin of the angles at positions 0 to length - 1; frequencies (r / 2,) are radians per position."""
-    # Multiply by the inverse wavelength instead of dividing: this matches other implementations bit for bit, and at
-    # distant positions the last bit of an angle matters.
-    angles = torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] * frequencies
+    """Return cos and sin of the angles at positions 0 to length - 1; frequencies (r / 2,) are
+    radians per position."""
+    # Multiply by the inverse wavelength instead of dividing: this matches other implementations bit
+    # for bit, and at distant positions the last bit of an angle matters.
+    angles = (
+        torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] * frequencies
+    )
     return angles.cos(), angles.sin()
 
 
-# -- by torch --------------------------------------------------------------------------------------------------------
+# -- by torch
+# --------------------------------------------------------------------------------------------------------
 
 
 def _for_heads(table: Table, length: int) -> Table:
-    """Return cos and sin shaped to multiply heads (b, s, n, r / 2): (s, 1, r / 2) or (b, s, 1, r / 2)."""
+    """Return cos and sin shaped to multiply heads (b, s, n, r / 2): (s, 1, r / 2) or (b, s, 1, r /
+    2)."""
     cos, sin = (angles[..., :length, None, :] for angles in table)
     return cos, sin
 
 
 def _rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write x (b, s, n, r), rotated in fp32, to y, which may be x itself; cos and sin (.., s, 1, r / 2)."""
+    """Write x (b, s, n, r), rotated in fp32, to y, which may be x itself; cos and sin (.., s, 1, r
+    / 2)."""
     if x.dtype != torch.float32:
         single = x.float()
         _rotate(single, single, cos, sin)
@@ -55,15 +62,17 @@ def _rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> None:
     torch.addcmul(a_sin, b, cos, out=y_b)
 
 
-# -- by Triton -------------------------------------------------------------------------------------------------------
+# -- by Triton
+# -------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _channels(lane, CHANNELS: tl.constexpr, R: tl.constexpr):
-    """Return a lane's two channels: a rotated pair or, after the pairs, one channel from each half of the rest.
+    """Return a lane's two channels: a rotated pair or, after the pairs, one channel from each half
+    of the rest.
 
-    If the number of channels is odd, the last lane has no second one: lanes < (CHANNELS + 1) // 2 have a first
-    channel, lanes < CHANNELS // 2 a second.
+    If the number of channels is odd, the last lane has no second one: lanes < (CHANNELS + 1) // 2
+    have a first channel, lanes < CHANNELS // 2 a second.
     """
     if R == CHANNELS:
         first, second = lane, lane + CHANNELS // 2
@@ -75,14 +84,23 @@ def _channels(lane, CHANNELS: tl.constexpr, R: tl.constexpr):
 
 
 @jit
-def _load_heads(pointer, strides, sample, position, head, count, lane, CHANNELS: tl.constexpr, R: tl.constexpr):
-    """Load both channels of each lane from (b, count, s, d) with these strides; zero for heads out of range."""
+def _load_heads(
+    pointer, strides, sample, position, head, count, lane, CHANNELS: tl.constexpr, R: tl.constexpr
+):
+    """Load both channels of each lane from (b, count, s, d) with these strides; zero for heads out
+    of range."""
     stride_b, stride_n, stride_s, stride_d = strides
     first, second = _channels(lane, CHANNELS, R)
     inside = ((head >= 0) & (head < count))[:, None]
     rows = pointer + sample * stride_b + position * stride_s + head[:, None] * stride_n
-    a = tl.load(rows + first[None, :] * stride_d, mask=inside & (lane < (CHANNELS + 1) // 2)[None, :], other=0.0)
-    b = tl.load(rows + second[None, :] * stride_d, mask=inside & (lane < CHANNELS // 2)[None, :], other=0.0)
+    a = tl.load(
+        rows + first[None, :] * stride_d,
+        mask=inside & (lane < (CHANNELS + 1) // 2)[None, :],
+        other=0.0,
+    )
+    b = tl.load(
+        rows + second[None, :] * stride_d, mask=inside & (lane < CHANNELS // 2)[None, :], other=0.0
+    )
     return a.to(tl.float32), b.to(tl.float32)
 
 
@@ -109,18 +127,23 @@ def _rotate_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Rotate HEADS of the n queries and g keys of one token per program, with BACK by the opposite angles.
+    """Rotate HEADS of the n queries and g keys of one token per program, with BACK by the opposite
+    angles.
 
-    Keys and values, which are not rotated, may be None. The target (b, s, target_heads, d) may be the memory of the
-    queries. Token i takes row i modulo `table_rows` of the table.
+    Keys and values, which are not rotated, may be None. The target (b, s, target_heads, d) may be
+    the memory of the queries. Token i takes row i modulo `table_rows` of the table.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     sample, position = token // length, token % length
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
-    a, b = _load_heads(query_ptr, query_strides, sample, position, head, num_heads, lane, CHANNELS, R)
+    a, b = _load_heads(
+        query_ptr, query_strides, sample, position, head, num_heads, lane, CHANNELS, R
+    )
     if key_ptr is not None:
         key_head = head - num_heads
-        key_a, key_b = _load_heads(key_ptr, key_strides, sample, position, key_head, head_groups, lane, CHANNELS, R)
+        key_a, key_b = _load_heads(
+            key_ptr, key_strides, sample, position, key_head, head_groups, lane, CHANNELS, R
+        )
         a, b = a + key_a, b + key_b
     rotates, angle = lane < R // 2, token % table_rows * (R // 2) + lane
     cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0)[None, :]
@@ -147,21 +170,32 @@ def _rotate_kernel(
 
 
 def _launch(
-    query: Tensor, key: Tensor | None, value: Tensor | None, target: Tensor, table: Table, pairs: int, back: bool
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    target: Tensor,
+    table: Table,
+    pairs: int,
+    back: bool,
 ) -> None:
-    """Rotate (b, heads, s, d) into the first heads of target (b, s, c, d). pairs: channel pairs that are written."""
+    """Rotate (b, heads, s, d) into the first heads of target (b, s, c, d). pairs: channel pairs
+    that are written."""
     (batch, length, target_heads, channels), sources = target.shape, (query, key, value)
     assert all(angles.is_contiguous() for angles in table) and table[0].shape[-2] >= length
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
     heads = sum(source.shape[1] for source in sources if source is not None)
     half = next_power_of_2(pairs)
-    tile = min(next_power_of_2(heads), max(1024 // half, 1))  # about 1024 pairs per program, 8 for each of 128 threads
+    tile = min(
+        next_power_of_2(heads), max(1024 // half, 1)
+    )  # about 1024 pairs per program, 8 for each of 128 threads
     _rotate_kernel[(batch * length, cdiv(heads, tile))](
         *sources,
         target,
         *table,
         length,
-        length if table[0].dim() == 2 else batch * length,  # tokens after which the rows of the table repeat
+        length
+        if table[0].dim() == 2
+        else batch * length,  # tokens after which the rows of the table repeat
         query.shape[1],
         0 if key is None else key.shape[1],
         heads,
@@ -176,11 +210,13 @@ def _launch(
     )
 
 
-# -- both ------------------------------------------------------------------------------------------------------------
+# -- both
+# ------------------------------------------------------------------------------------------------------------
 
 
 def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, triton: bool) -> None:
-    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a table."""
+    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a
+    table."""
     if table is None:
         return
     x, r = heads[:, :, :rotated_heads], 2 * table[0].shape[-1]
@@ -190,8 +226,11 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
         _rotate(x[..., :r], x[..., :r], *_for_heads(table, heads.shape[1]))
 
 
-def join_gradients(grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool) -> None:
-    """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n + 2 g, d)."""
+def join_gradients(
+    grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool
+) -> None:
+    """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n +
+    2 g, d)."""
     if table is None:
         torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
     elif triton:

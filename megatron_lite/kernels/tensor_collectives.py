@@ -1,24 +1,27 @@
-"""Tensor-parallel hidden states: the two collectives around products, and tables with a row per vocabulary entry.
+"""Tensor-parallel hidden states: the two collectives around products, and tables with a row per
+vocabulary entry.
 
-Inside attention and MLP every rank has all tokens and its share of the channels; between them the residual stream has
-all channels. A product with split outputs (column-parallel) begins with a gather, and one with split inputs
-(row-parallel) ends with a reduction; each is the backward pass of the other (Shoeybi et al. 2019, figure 3):
+Inside attention and MLP every rank has all tokens and its share of the channels; between them the
+residual stream has all channels. A product with split outputs (column-parallel) begins with a
+gather, and one with split inputs (row-parallel) ends with a reduction; each is the backward pass of
+the other (Shoeybi et al. 2019, figure 3):
 
     gather    residual stream -> all tokens
     reduce    partial sums of all tokens -> their sum, in the residual stream
 
-`start_gather` and `start_reduce` return while the collective is in flight. A product of gathered tokens begins with the
-rank's own tokens while the others are in flight. A product that is reduced may be computed in two halves.
+`start_gather` and `start_reduce` return while the collective is in flight. A product of gathered
+tokens begins with the rank's own tokens while the others are in flight. A product that is reduced
+may be computed in two halves.
 
-With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions are all-reduces.
-With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T equal slices of the flattened tokens,
-(1, b s / T, h). All-gathers and reduce-scatters send as many bytes as the all-reduces; norms, dropout and residual sums
-cost 1 / T of the memory and time.
+With `Replicated` every rank has the whole residual stream (b, s, h): gathers do nothing, reductions
+are all-reduces. With `SequenceParallel` (Korthikanti et al. 2022, section 4.2.2) it has one of T
+equal slices of the flattened tokens, (1, b s / T, h). All-gathers and reduce-scatters send as many
+bytes as the all-reduces; norms, dropout and residual sums cost 1 / T of the memory and time.
 
-With `SplitVocabulary` each rank has a range of the rows of embedding and head (Shoeybi et al. 2019, section 3). The
-embedding looks up its own tokens, and a reduction completes the hidden states. The head computes the logits of its own
-rows for all tokens; ranks reduce only each token's log-sum-exp and label logit, so that no rank holds the logits of the
-whole vocabulary:
+With `SplitVocabulary` each rank has a range of the rows of embedding and head (Shoeybi et al. 2019,
+section 3). The embedding looks up its own tokens, and a reduction completes the hidden states. The
+head computes the logits of its own rows for all tokens; ranks reduce only each token's log-sum-exp
+and label logit, so that no rank holds the logits of the whole vocabulary:
 
     lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
 
@@ -45,7 +48,8 @@ GATHER = "tensor gather"
 REDUCE = "tensor reduce"
 SUM = "tensor sum"
 SCALE = "tensor scale"
-# Tokens from which halves pay: with fewer, products are slower and another collective takes longer than it hides.
+# Tokens from which halves pay: with fewer, products are slower and another collective takes longer
+# than it hides.
 FEWEST_TOKENS = 256
 
 
@@ -53,15 +57,19 @@ class Pending:
     """A tensor whose collective may be in flight.
 
     Args:
-        own: tokens that are complete already. Products begin with them, and split the tokens in the same way every
-            time, so that recomputation gives the same bits.
+        own: tokens that are complete already. Products begin with them, and split the tokens in the
+            same way every time, so that recomputation gives the same bits.
         is_slice: `wait` returns a copy, so that the memory of all tokens can be freed.
     """
 
     __slots__ = ("_is_slice", "_own", "_tensor", "_work")  # each layer makes ten of these
 
     def __init__(
-        self, tensor: Tensor, work: Handle | None = None, own: slice | None = None, is_slice: bool = False
+        self,
+        tensor: Tensor,
+        work: Handle | None = None,
+        own: slice | None = None,
+        is_slice: bool = False,
     ) -> None:
         self._tensor = tensor
         self._work = work
@@ -92,7 +100,9 @@ class Pending:
             return product(self.wait(), weight.t())
         return self._multiplied(lambda rows, out: product(rows, weight.t(), out), weight.shape[1])
 
-    def _multiplied(self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int) -> Tensor:
+    def _multiplied(
+        self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int
+    ) -> Tensor:
         """Return `multiply(rows, out)` for all tokens, this rank's first."""
         assert self._own is not None
         rows, own = self._tensor.flatten(0, -2), self._own
@@ -112,15 +122,20 @@ class Collectives:
     """The collectives before and after products; on a single rank, no communication."""
 
     def start_gather(self, residual: Tensor) -> Pending:
-        """Start to gather all tokens: (t, h) if the residual stream is (t, h), else (b, s, h) or (1, b s, h)."""
+        """Start to gather all tokens: (t, h) if the residual stream is (t, h), else (b, s, h) or
+        (1, b s, h)."""
         return Pending(residual)
 
     def start_reduce(self, parts: Tensor) -> Pending:
-        """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite `parts`."""
+        """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite
+        `parts`."""
         return Pending(parts)
 
-    def reduced_affine(self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine) -> Tensor:
-        """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the residual stream."""
+    def reduced_affine(
+        self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine
+    ) -> Tensor:
+        """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the
+        residual stream."""
         return multiply(x, weight, bias)
 
     def own(self, values: Tensor) -> Tensor:
@@ -128,7 +143,8 @@ class Collectives:
         return values
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Return the positions of this rank's tokens, given those of all tokens (b, s); None: 0, 1, ... per sample."""
+        """Return the positions of this rank's tokens, given those of all tokens (b, s); None: 0, 1,
+        ... per sample."""
         return positions
 
     def total(self, loss: Tensor) -> Tensor:
@@ -155,17 +171,24 @@ class Replicated(Collectives):
         parts = parts.contiguous()
         return Pending(parts, self._group.all_reduce(parts, REDUCE))
 
-    def reduced_affine(self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine) -> Tensor:
-        """See `Collectives`. With halves, the sums of the first are in flight while the second is multiplied."""
+    def reduced_affine(
+        self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine
+    ) -> Tensor:
+        """See `Collectives`. With halves, the sums of the first are in flight while the second is
+        multiplied."""
         tokens, bias = x.wait(), bias if self._group.rank == 0 else None
         if not self._in_halves or tokens[..., 0].numel() < FEWEST_TOKENS:
             return self.start_reduce(multiply(x, weight, bias)).wait()
-        slices = tokens.reshape(self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1])
+        slices = tokens.reshape(
+            self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1]
+        )
         halves = slices.tensor_split(2, dim=1)  # of every rank's tokens
         result = tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
         places = result.flatten(0, -2).split([half[..., 0].numel() for half in halves])
         pairs = zip(halves, places, strict=True)
-        reducing = [self.start_reduce(Pending(half).affine(weight, bias, out)) for half, out in pairs]
+        reducing = [
+            self.start_reduce(Pending(half).affine(weight, bias, out)) for half, out in pairs
+        ]
         reduced = [half.wait(copies=False) for half in reducing]
         return result if len(slices) == 1 else torch.cat(reduced, dim=1)
 
@@ -181,7 +204,9 @@ class SequenceParallel(Replicated):
         shape = (ranks * tokens, channels) if residual.dim() == 2 else (1, ranks * tokens, channels)
         start, whole = self._group.rank * tokens, residual.new_empty(shape)
         whole.view(-1, channels)[start : start + tokens] = residual.reshape(-1, channels)
-        return Pending(whole, self._group.all_gather(whole.view(-1), GATHER), own=slice(start, start + tokens))
+        return Pending(
+            whole, self._group.all_gather(whole.view(-1), GATHER), own=slice(start, start + tokens)
+        )
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()
@@ -210,7 +235,8 @@ class SequenceParallel(Replicated):
 
 
 def collectives_over(group: Group, splits_tokens: bool, in_halves: bool = False) -> Collectives:
-    """Return the collectives of a group. splits_tokens: use sequence parallelism. in_halves: reduce products so."""
+    """Return the collectives of a group. splits_tokens: use sequence parallelism. in_halves: reduce
+    products so."""
     if group.world_size == 1:
         return ONE_RANK
     return (SequenceParallel if splits_tokens else Replicated)(group, in_halves)
@@ -221,7 +247,8 @@ def split_seed(seed: int | None, rank: int) -> int | None:
     return derive_seed(seed, "tensor", rank) if seed is not None and rank else seed
 
 
-# -- the vocabulary ---------------------------------------------------------------------------------------------------
+# -- the vocabulary
+# ---------------------------------------------------------------------------------------------------
 
 
 class Vocabulary:
@@ -233,7 +260,8 @@ class Vocabulary:
         self._collectives = collectives
 
     def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows to look up for tokens (b, s), and the tokens of other ranks, which read zeros; None: none."""
+        """Return the rows to look up for tokens (b, s), and the tokens of other ranks, which read
+        zeros; None: none."""
         return self._collectives.own(tokens), None
 
     def embedded(self, rows: Tensor) -> Tensor:
@@ -241,19 +269,23 @@ class Vocabulary:
         return rows
 
     def of_residual(self, residual: Tensor) -> Tensor:
-        """All-gather the sequence-sharded input (..., h) of a vocabulary-parallel table or of its gradient."""
+        """All-gather the sequence-sharded input (..., h) of a vocabulary-parallel table or of its
+        gradient."""
         return residual
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
-        """Start to reduce the gradient of the head's input (t, h) into the residual stream; overwrites it."""
+        """Start to reduce the gradient of the head's input (t, h) into the residual stream;
+        overwrites it."""
         return Pending(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Return labels (b, s) as rows of this rank's table, (t,); below zero: masked; beyond: another rank's."""
+        """Return labels (b, s) as rows of this rank's table, (t,); below zero: masked; beyond:
+        another rank's."""
         return self._collectives.own(labels).flatten()
 
     def join(self, lse: Tensor, at_label: Tensor) -> None:
-        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in place."""
+        """Turn sums over this rank's entries, (t,) in fp32, into sums over the vocabulary, in
+        place."""
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the loss summed over all tokens, ()."""
@@ -281,7 +313,8 @@ class SplitVocabulary(Vocabulary):
 
     def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         absent = (tokens < self._start) | (tokens >= self._start + self._size)
-        # Spread tokens of other ranks over different rows, because one program sums the gradient of one row.
+        # Spread tokens of other ranks over different rows, because one program sums the gradient of
+        # one row.
         present = min(self._size, self._vocab_size - self._start)
         return torch.where(absent, tokens % present, tokens - self._start), absent
 
@@ -317,7 +350,9 @@ class SplitVocabulary(Vocabulary):
         return torch.cat([*gathered], dim=-1)[..., : self._vocab_size]
 
 
-def vocabulary_over(group: Group, collectives: Collectives, vocab_size: int, size: int) -> Vocabulary:
+def vocabulary_over(
+    group: Group, collectives: Collectives, vocab_size: int, size: int
+) -> Vocabulary:
     """Return a vocabulary-parallel table with `size` consecutive rows on each rank of a group."""
     if group.world_size == 1:
         return Vocabulary(collectives)

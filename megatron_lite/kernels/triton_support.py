@@ -1,6 +1,7 @@
 """Triton, if it is installed and usable, and functions shared by kernels.
 
-Kernels run on a GPU or, in tests, in Triton's interpreter. Elsewhere importing Triton would only delay startup.
+Kernels run on a GPU or, in tests, in Triton's interpreter. Elsewhere importing Triton would only
+delay startup.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if kernels_can_run() or "triton" in sys.modules:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # Triton does not exist for every platform; the torch references do not need it
+    except (
+        ImportError
+    ):  # Triton does not exist for every platform; the torch references do not need it
         triton = tl = None
 else:
     triton = tl = None
@@ -45,7 +48,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
     def launcher(self: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
-            given = args[0] if isinstance(args[0], tuple) else args[:1]  # AdamW takes a shard's tensors as one argument
+            given = (
+                args[0] if isinstance(args[0], tuple) else args[:1]
+            )  # AdamW takes a shard's tensors as one argument
             is_meta = next(tensor.is_meta for tensor in given if tensor is not None)
             if is_meta:
                 return tell(function.__name__, *args)
@@ -59,9 +64,11 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def tell(event: str, *args: Any) -> None:
-    """Tell a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name), "attention", or "repeat".
+    """Tell a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name),
+    "attention", or "repeat".
 
-    After "repeat", x, more, fewer, what follows counts `more` / `fewer` times as often; loops may nest.
+    After "repeat", x, more, fewer, what follows counts `more` / `fewer` times as often; loops may
+    nest.
     """
     if has_torch_function(args):
         handle_torch_function(tell, args, event, *args)
@@ -78,12 +85,14 @@ def runs_on(device: torch.device) -> bool:
 
 
 def generator_for(x: Tensor) -> torch.Generator:
-    """Return a random number generator for a tensor's device; for a plan's meta tensors, an unused CPU one."""
+    """Return a random number generator for a tensor's device; for a plan's meta tensors, an unused
+    CPU one."""
     return torch.Generator("cpu" if x.is_meta else x.device)
 
 
 def turns(loop: range, x: Tensor) -> Iterator[int]:
-    """Yield the iterations of a loop; in a plan, only the first two and the last, which allocate the most.
+    """Yield the iterations of a loop; in a plan, only the first two and the last, which allocate
+    the most.
 
     The plan is told to count the second for those that are skipped.
     """
@@ -111,13 +120,14 @@ def next_power_of_2(n: int) -> int:
 def tanh(x):
     """tanh of fp32 values to a few units in the last place; Triton's interpreter has no tanh.
 
-    |x| < 0.3: the Taylor series, because 1 - e loses digits there; else sign(x) (1 - e) / (1 + e), e = exp(-2 |x|).
-    NaN stays NaN, infinities become 1 and -1.
+    |x| < 0.3: the Taylor series, because 1 - e loses digits there; else sign(x) (1 - e) / (1 + e),
+    e = exp(-2 |x|). NaN stays NaN, infinities become 1 and -1.
     """
     square = x * x
     series = x + x * square * (
         -0.3333333333333333
-        + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
+        + square
+        * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
     )
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
@@ -128,7 +138,8 @@ def tanh(x):
 def narrow(values, dtype: tl.constexpr):
     """Convert fp32 values to another floating dtype, rounding to nearest even.
 
-    bf16 is rounded bit by bit, because Triton's interpreter would truncate: tests see what a GPU computes.
+    bf16 is rounded bit by bit, because Triton's interpreter would truncate: tests see what a GPU
+    computes.
     """
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)

@@ -78,15 +78,21 @@ class Attention(torch.nn.Module):
             parallel.split(1, queries),
         )
 
-    def forward(self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK) -> Tensor:
+    def forward(
+        self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK
+    ) -> Tensor:
         """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
         projection = self.query_key_value(hidden, before=collectives, seed=micro_batch.dropout_seed)
         projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         if micro_batch.cache is not None:
-            context = micro_batch.cache.attend(self.name, heads, self.window, self.scale, self.softmax_in_fp32)
+            context = micro_batch.cache.attend(
+                self.name, heads, self.window, self.scale, self.softmax_in_fp32
+            )
         else:
-            seed = split_seed(micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank)
+            seed = split_seed(
+                micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank
+            )
             context = attention(
                 *heads,
                 self.window,
@@ -109,11 +115,14 @@ class Attention(torch.nn.Module):
         return micro_batch.shared["angles"]
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional norms and rotation."""
+        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional
+        norms and rotation."""
         norms = kind = None
         if self.query_norm is not None and self.key_norm is not None:
             norms, kind = (self.query_norm.weights, self.key_norm.weights), self.query_norm.kind
-        return split_heads(projection, self.num_heads, self.head_groups, table, self.kernels.triton, norms, kind)
+        return split_heads(
+            projection, self.num_heads, self.head_groups, table, self.kernels.triton, norms, kind
+        )
 
 
 class MLP(torch.nn.Module):
@@ -121,7 +130,9 @@ class MLP(torch.nn.Module):
 
     recompute_level = "none"
 
-    def __init__(self, name: str, config: ModelConfig, kernels: Kernels, parallel: TensorParallel) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, kernels: Kernels, parallel: TensorParallel
+    ) -> None:
         super().__init__()
         channels = parallel.parts(config.ffn_hidden_size)
         self.activation_type, self.gated = config.activation_type, config.gated
@@ -140,7 +151,9 @@ class MLP(torch.nn.Module):
             parallel.split(1, channels),
         )
 
-    def forward(self, hidden: Tensor, collectives: Collectives = ONE_RANK, seed: int | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, collectives: Collectives = ONE_RANK, seed: int | None = None
+    ) -> Tensor:
         """(b, s, h) -> (b, s, h). seed: see `Linear.products`."""
         return mlp(
             hidden,
@@ -175,24 +188,33 @@ class Block(Layer):
         self.parallel = parallel
         split = parallel.replicated()
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
-        self.attention = Attention(f"{self.name}.attention", config, rotary, kernels, index, parallel)
+        self.attention = Attention(
+            f"{self.name}.attention", config, rotary, kernels, index, parallel
+        )
         self.attention_output_norm = self.mlp_output_norm = None
         if config.hybrid_norm:
-            self.attention_output_norm = Norm(f"{self.name}.attention_output_norm", config, kernels, split)
+            self.attention_output_norm = Norm(
+                f"{self.name}.attention_output_norm", config, kernels, split
+            )
         self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels, split)
         self.mlp = MLP(f"{self.name}.mlp", config, kernels, parallel)
         if config.hybrid_norm:
             self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels, split)
-        self.recompute(performance.mlp_levels(config.num_layers)[index], index < performance.recompute_layers)
+        self.recompute(
+            performance.mlp_levels(config.num_layers)[index], index < performance.recompute_layers
+        )
 
     def recompute(self, level: str, whole: bool) -> None:
-        """Choose what the backward pass recomputes: the MLP at some level, or the whole block from its input."""
+        """Choose what the backward pass recomputes: the MLP at some level, or the whole block from
+        its input."""
         self.mlp.recompute_level, self.recomputed = level, whole
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
-        dtype = self.mlp.up.weight.dtype  # all but the residual stream, whose dtype the embedding chooses
+        dtype = (
+            self.mlp.up.weight.dtype
+        )  # all but the residual stream, whose dtype the embedding chooses
         collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
@@ -206,7 +228,9 @@ class Block(Layer):
         branch = self.mlp(normalized, collectives, micro_batch.dropout_seed)
         return hidden + self._branch(branch, self.mlp_output_norm, micro_batch, "mlp_branch")
 
-    def _branch(self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str) -> Tensor:
+    def _branch(
+        self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str
+    ) -> Tensor:
         """Return the branch, normalized and dropped out, as added to the residual stream."""
         if norm is not None:
             branch = norm(branch)

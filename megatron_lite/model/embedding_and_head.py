@@ -26,16 +26,22 @@ class Embedding(Layer):
     def __init__(self, config: ModelConfig, kernels: Kernels, parallel: TensorParallel) -> None:
         super().__init__()
         self.kernels, self.parallel = kernels, parallel
-        self.vocabularies = {length: parallel.vocabulary(config, length) for length in (False, True)}  # any length?
+        self.vocabularies = {
+            length: parallel.vocabulary(config, length) for length in (False, True)
+        }  # any length?
         weights = Initializer("normal", config.init_method_std_embed)
         self.dropout = config.embedding_dropout
-        self.dtype = torch.float32 if config.full_precision_residual else None  # residual stream's dtype
+        self.dtype = (
+            torch.float32 if config.full_precision_residual else None
+        )  # residual stream's dtype
         self.word = declare(_vocabulary("embedding.word.weight", config, parallel, embedding=True))
         self.position = None
         if config.use_position_embeddings:
             shape = (config.max_position_embeddings, config.hidden_size)
             name, split = "embedding.position.weight", parallel.replicated()
-            self.position = declare(ParameterSpec(name, shape, weights, embedding=True, split=split))
+            self.position = declare(
+                ParameterSpec(name, shape, weights, embedding=True, split=split)
+            )
         self.norm: Norm | None = None
         if config.input_embedding_norm:
             self.norm = Norm("embedding.norm", config, kernels, parallel.replicated())
@@ -55,7 +61,9 @@ class Embedding(Layer):
             hidden = hidden + embedding(self.position, positions, triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return dropout(hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout)))
+        return dropout(
+            hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout))
+        )
 
     def boundary(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype | None]:
         """See `zero.messages.FirstLayer`; (1, b s / T, h) with sequence parallelism."""
@@ -66,7 +74,8 @@ class Embedding(Layer):
 class Head(Layer):
     """Final norm, output projection and summed cross-entropy: (b, s, h) -> ().
 
-    In training, each token's loss includes `logit_z_loss` times the squared log-sum-exp of its logits.
+    In training, each token's loss includes `logit_z_loss` times the squared log-sum-exp of its
+    logits.
     """
 
     name = "head"
@@ -86,10 +95,14 @@ class Head(Layer):
         self.norm = Norm("head.norm", config, kernels, parallel.replicated())
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
-            self.borrows_from = (embedding,)  # a tuple, so that torch does not count it as part of this module
+            self.borrows_from = (
+                embedding,
+            )  # a tuple, so that torch does not count it as part of this module
             self.borrowed = (embedding.word.spec.name,)
         else:
-            self.output = declare(_vocabulary("head.output.weight", config, parallel, embedding=False))
+            self.output = declare(
+                _vocabulary("head.output.weight", config, parallel, embedding=False)
+            )
         self.kernels = kernels
         self.logit_z_loss = logit_z_loss
         self.soft_cap = config.logit_soft_cap
@@ -105,7 +118,8 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Return the summed loss or, with a cache, logits (t, v). Computes no gradients without a gradient scale."""
+        """Return the summed loss or, with a cache, logits (t, v). Computes no gradients without a
+        gradient scale."""
         assert hidden is not None
         if micro_batch.cache is not None:
             return self.logits(hidden[:, micro_batch.cache.answered])[0]
@@ -132,7 +146,9 @@ class Head(Layer):
         return capped(self.vocabulary_of_any_length.whole(rows), self.soft_cap)
 
 
-def _vocabulary(name: str, config: ModelConfig, parallel: TensorParallel, embedding: bool) -> ParameterSpec:
+def _vocabulary(
+    name: str, config: ModelConfig, parallel: TensorParallel, embedding: bool
+) -> ParameterSpec:
     """Declare one row per vocabulary entry, padded with zero rows in memory."""
     spec = ParameterSpec(
         name,
@@ -145,12 +161,14 @@ def _vocabulary(name: str, config: ModelConfig, parallel: TensorParallel, embedd
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:
-    """Return the number of tokens whose logits, of `itemsize` bytes, exist at a time; this bounds their memory.
+    """Return the number of tokens whose logits, of `itemsize` bytes, exist at a time; this bounds
+    their memory.
 
-    Every chunk reads and writes the head's whole weight gradient, which takes a GPU as long as the products of a few
-    hundred tokens. The default on a GPU is equal chunks of up to 3072 tokens, in multiples of 128: 0.8 GB of bf16
-    logits at 128,256 entries. On a CPU it is 1 KiB per vocabulary entry: longer chunks pay in 16-bit training, where a
-    weight gradient is computed in a temporary before it is added.
+    Every chunk reads and writes the head's whole weight gradient, which takes a GPU as long as the
+    products of a few hundred tokens. The default on a GPU is equal chunks of up to 3072 tokens, in
+    multiples of 128: 0.8 GB of bf16 logits at 128,256 entries. On a CPU it is 1 KiB per vocabulary
+    entry: longer chunks pay in 16-bit training, where a weight gradient is computed in a temporary
+    before it is added.
     """
     if splits is not None:
         return cdiv(tokens, splits)

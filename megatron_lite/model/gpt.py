@@ -31,49 +31,62 @@ def build_gpt(
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: resolved. sequence_length: positions in the rotary table. performance: what to recompute. parallel: the
-    tensor-parallel split of the layers.
+    config: resolved. sequence_length: positions in the rotary table. performance: what to
+    recompute. parallel: the tensor-parallel split of the layers.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels, parallel)
-    blocks = [Block(index, config, rotary, kernels, performance, parallel) for index in range(config.num_layers)]
+    blocks = [
+        Block(index, config, rotary, kernels, performance, parallel)
+        for index in range(config.num_layers)
+    ]
     return [embedding, *blocks, Head(config, embedding, kernels, parallel, logit_z_loss)]
 
 
 def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) -> list[Layer]:
-    """Build the layers on the meta device and set learning-rate scales and weight decay as configured.
+    """Build the layers on the meta device and set learning-rate scales and weight decay as
+    configured.
 
     tensor: the tensor-parallel group; None: this rank alone.
 
     Raises:
-        UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules or --quantization_targets matches
-            nothing, or everything would be frozen.
+        UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules or
+            --quantization_targets matches nothing, or everything would be frozen.
     """
     length, z_loss = config.batch.sequence_length, config.training.logit_z_loss
     parallel = ALONE if tensor is None else tensor_parallel(config, tensor)
     layers = build_gpt(config.model, length, kernels, z_loss, config.performance, parallel)
     optimizer, parameters = config.optimizer, parameters_of(layers)
     set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
-    set_weight_decay(parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules)
+    set_weight_decay(
+        parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules
+    )
     if config.performance.eight_bit:
         round_products(layers, config.performance, kernels, parallel.group)
     return layers
 
 
-def round_products(layers: Iterable[Layer], options: PerformanceConfig, kernels: Kernels, group: Group) -> None:
-    """Let the linear layers of blocks, or those that --quantization_targets select, round the factors of products.
+def round_products(
+    layers: Iterable[Layer], options: PerformanceConfig, kernels: Kernels, group: Group
+) -> None:
+    """Let the linear layers of blocks, or those that --quantization_targets select, round the
+    factors of products.
 
     Raises:
         UsageError: if a pattern selects nothing.
     """
     blocks = (layer for layer in layers if isinstance(layer, Block))
-    linear = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
+    linear = [
+        module for block in blocks for module in block.modules() if isinstance(module, Linear)
+    ]
     recipe, patterns = RECIPES[options.eight_bit], options.quantization_targets or ("*",)
     units = kernels.eight_bit_units
     triton = kernels.triton and bool(units)  # without units, Triton may not know the formats either
     made = {module: EightBit(recipe, module.weight.spec, group, units, triton) for module in linear}
     names = [eight_bit.name for eight_bit in made.values()]
-    chosen = {name for pattern in patterns for name in selected("quantization_targets", pattern, names)}
+    chosen = {
+        name for pattern in patterns for name in selected("quantization_targets", pattern, names)
+    }
     for module, eight_bit in made.items():
         if eight_bit.name in chosen:
             module.eight_bit = eight_bit

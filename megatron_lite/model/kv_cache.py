@@ -1,9 +1,11 @@
-"""Key-value cache for generation: one pass over each prompt, then passes over the next token of many texts.
+"""Key-value cache for generation: one pass over each prompt, then passes over the next token of
+many texts.
 
-Texts share one sample, (1, t), each token at its own position. Only attention and positions differ from training, and
-no text is padded. Texts are independent: attention takes one text at a time, and every other operation treats tokens
-separately. Because the number of tokens in a pass can change the last bits of a product, every pass over next tokens
-has the same number of tokens, some of which may belong to no text.
+Texts share one sample, (1, t), each token at its own position. Only attention and positions differ
+from training, and no text is padded. Texts are independent: attention takes one text at a time, and
+every other operation treats tokens separately. Because the number of tokens in a pass can change
+the last bits of a product, every pass over next tokens has the same number of tokens, some of which
+may belong to no text.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g
 
 
 class KeyValueCache:
-    """Keys and values, (g, slots, d) each, per block and text, for `rows` texts of at most `capacity` tokens.
+    """Keys and values, (g, slots, d) each, per block and text, for `rows` texts of at most
+    `capacity` tokens.
 
-    A position's slot is the position modulo the number of slots; with a sliding window there are only as many slots as
-    visible keys. The first pass allocates the memory. Each text has its own tensors, because the summation order in
-    libraries depends on memory addresses.
+    A position's slot is the position modulo the number of slots; with a sliding window there are
+    only as many slots as visible keys. The first pass allocates the memory. Each text has its own
+    tensors, because the summation order in libraries depends on memory addresses.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -34,10 +37,13 @@ class KeyValueCache:
         self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Return a block's keys and values of every text; `like` (1, g, t, d) gives size and dtype."""
+        """Return a block's keys and values of every text; `like` (1, g, t, d) gives size and
+        dtype."""
         if block not in self._blocks:
             shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])
-            self._blocks[block] = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)]
+            self._blocks[block] = [
+                (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(self.rows)
+            ]
         return self._blocks[block]
 
 
@@ -51,13 +57,20 @@ class Beginning:
     answered: ClassVar = slice(-1, None)  # tokens whose logits are computed
 
     def attend(
-        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
+        self,
+        block: str,
+        heads: Heads,
+        window: int | None,
+        scale: float | None,
+        softmax_in_fp32: bool,
     ) -> Tensor:
         """Store a block's keys and values, and return its attention output (1, n, t, d)."""
         query, key, value = heads
         length = key.shape[2]
         assert length <= self.cache.capacity, (length, self.cache.capacity)
-        for saved, new in zip(self.cache.of(block, key, window)[self.row], (key, value), strict=True):
+        for saved, new in zip(
+            self.cache.of(block, key, window)[self.row], (key, value), strict=True
+        ):
             slots = saved.shape[1]
             first = max(0, length - slots)
             # Store the newest keys from the slot of position `first` on, wrapping around to slot 0.
@@ -66,22 +79,40 @@ class Beginning:
             saved[:, : length - first - count] = new[0, :, first + count :]
         backend = "math" if softmax_in_fp32 else self.backend
         return attention(
-            query, key, value, window, 0.0, None, backend=backend, scale=scale, softmax_in_fp32=softmax_in_fp32
+            query,
+            key,
+            value,
+            window,
+            0.0,
+            None,
+            backend=backend,
+            scale=scale,
+            softmax_in_fp32=softmax_in_fp32,
         )
 
 
 class NextTokens:
-    """A pass over every text's next token, (1, t), at `positions` (t,), in order of cache rows; -1: no text."""
+    """A pass over every text's next token, (1, t), at `positions` (t,), in order of cache rows; -1:
+    no text."""
 
     answered = slice(None)
 
     def __init__(self, cache: KeyValueCache, positions: Sequence[int]) -> None:
-        assert len(positions) >= cache.rows and max(positions) < cache.capacity, (positions, cache.rows, cache.capacity)
+        assert len(positions) >= cache.rows and max(positions) < cache.capacity, (
+            positions,
+            cache.rows,
+            cache.capacity,
+        )
         assert max(positions[cache.rows :], default=-1) < 0, positions
         self._cache, self._positions = cache, tuple(positions)
 
     def attend(
-        self, block: str, heads: Heads, window: int | None, scale: float | None, softmax_in_fp32: bool
+        self,
+        block: str,
+        heads: Heads,
+        window: int | None,
+        scale: float | None,
+        softmax_in_fp32: bool,
     ) -> Tensor:
         """See `Beginning.attend`."""
         query, key, value = heads

@@ -31,17 +31,23 @@ class MicroBatch:
 
     tokens: Tensor  # (b, s) int64
     labels: Tensor  # (b, s) int64; below zero: masked, no loss or gradient
-    gradient_scale: Tensor | None = None  # loss scale / tokens of the global batch, (); None: no gradients wanted
+    gradient_scale: Tensor | None = (
+        None  # loss scale / tokens of the global batch, (); None: no gradients wanted
+    )
     dropout_seed: int | None = None  # None: no dropout
     documents: Documents | None = None  # None: attention crosses document borders
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
-    shared: dict[str, Any] = field(default_factory=dict)  # made by the first layer that needs it, for all layers
+    shared: dict[str, Any] = field(
+        default_factory=dict
+    )  # made by the first layer that needs it, for all layers
 
     def site_seed(self, site: str, p: float) -> int | None:
         """Return the seed of one dropout site with probability p; None: no dropout."""
-        return None if p == 0.0 or self.dropout_seed is None else derive_seed(self.dropout_seed, site)
+        return (
+            None if p == 0.0 or self.dropout_seed is None else derive_seed(self.dropout_seed, site)
+        )
 
 
 class Layer(torch.nn.Module):
@@ -62,8 +68,8 @@ class Layer(torch.nn.Module):
 class Linear(torch.nn.Module):
     """A linear layer with weight (o, i) and, if `biased`, bias (o,).
 
-    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o. split: the weight's; a bias is
-    split with the rows, and whole if columns are split.
+    out_sizes: rows of each linear map stored in the weight, from the top; they sum to o. split: the
+    weight's; a bias is split with the rows, and whole if columns are split.
     """
 
     def __init__(
@@ -80,19 +86,30 @@ class Linear(torch.nn.Module):
         self.eight_bit: EightBit | None = None  # set by `round_products`
         weights, out_size = Initializer("normal", std), sum(out_sizes)
         rows, shape = tuple(out_sizes), (out_size, in_size)
-        self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=rows, split=split))
+        self.weight = declare(
+            ParameterSpec(f"{name}.weight", shape, weights, matrix_rows=rows, split=split)
+        )
         self.bias: Parameter | None = None
         if biased:
             biases = weights if config.random_bias_init else Initializer("constant", 0.0)
             of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
-            self.bias = declare(ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias))
+            self.bias = declare(
+                ParameterSpec(
+                    f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias
+                )
+            )
 
     def products(self, seed: int | None) -> Products:
-        """Return how to multiply in the pass of a micro-batch with this dropout seed; None: without gradients."""
+        """Return how to multiply in the pass of a micro-batch with this dropout seed; None: without
+        gradients."""
         return PLAIN if self.eight_bit is None else self.eight_bit.at(seed)
 
     def forward(
-        self, input_: Tensor, before: Collectives = ONE_RANK, after: Collectives = ONE_RANK, seed: int | None = None
+        self,
+        input_: Tensor,
+        before: Collectives = ONE_RANK,
+        after: Collectives = ONE_RANK,
+        seed: int | None = None,
     ) -> Tensor:
         """See `products` and `kernels.linear`."""
         return linear(input_, self.weight, self.bias, before, after, self.products(seed))
@@ -102,7 +119,12 @@ class Norm(torch.nn.Module):
     """Layer or RMS norm over the last dimension, (..., h) -> (..., h); any parameters are (h,)."""
 
     def __init__(
-        self, name: str, config: ModelConfig, kernels: Kernels, split: Split = WHOLE, size: int | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        kernels: Kernels,
+        split: Split = WHOLE,
+        size: int | None = None,
     ) -> None:
         """size: last dimension; None: hidden_size."""
         super().__init__()
@@ -114,11 +136,17 @@ class Norm(torch.nn.Module):
         self.bias: Parameter | None = None
         if config.use_layer_norm_weight:
             init_range = config.layer_norm_init_range
-            weights = Initializer("around_zero" if self.kind.zero_centered else "around_one", init_range)
-            self.weight = declare(ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False, split=split))
+            weights = Initializer(
+                "around_zero" if self.kind.zero_centered else "around_one", init_range
+            )
+            self.weight = declare(
+                ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False, split=split)
+            )
         if config.use_layer_norm_weight and centered:
             zeros = Initializer("constant", 0.0)
-            self.bias = declare(ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split))
+            self.bias = declare(
+                ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split)
+            )
 
     @property
     def weights(self) -> Weights:
@@ -129,16 +157,21 @@ class Norm(torch.nn.Module):
         """Normalize; the output has the given dtype, by default the input's."""
         return self.add(hidden, None, dtype)[1]
 
-    def add(self, hidden: Tensor, branch: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, hidden: Tensor, branch: Tensor | None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return hidden + branch, in the branch's memory if the dtypes agree, and its norm.
 
         Without a branch, return `hidden` itself and its norm.
         """
-        return add_norm(hidden, branch, self.weight, self.bias, self.kind, self.kernels.triton, dtype=dtype)
+        return add_norm(
+            hidden, branch, self.weight, self.bias, self.kind, self.kernels.triton, dtype=dtype
+        )
 
 
 def dropout(x: Tensor, p: float, seed: int | None) -> Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p); no-op without a seed (evaluation).
+    """Zero each element with probability p and scale the rest by 1 / (1 - p); no-op without a seed
+    (evaluation).
 
     The mask depends only on the seed.
     """

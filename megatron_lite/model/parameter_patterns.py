@@ -20,9 +20,11 @@ MATCHING_S = 1.0  # processor time for one regular expression; sound ones take a
 
 
 def set_lr_scales(parameters: Sequence[Parameter], scales: Sequence[tuple[str, float]]) -> None:
-    """Set the learning-rate scale of every parameter that a pattern matches; the last matching pattern wins.
+    """Set the learning-rate scale of every parameter that a pattern matches; the last matching
+    pattern wins.
 
-    A pattern is a name, a prefix of whole parts of a name (`blocks.0`), or has wildcards (`*.norm.*`).
+    A pattern is a name, a prefix of whole parts of a name (`blocks.0`), or has wildcards
+    (`*.norm.*`).
 
     Raises:
         UsageError: if a pattern matches nothing or nothing is left to train.
@@ -42,31 +44,40 @@ def set_lr_scales(parameters: Sequence[Parameter], scales: Sequence[tuple[str, f
         raise UsageError("--freeze, --lr_scales: every parameter is frozen; freeze fewer")
 
 
-def set_weight_decay(parameters: Sequence[Parameter], mask: str | None, modules: Sequence[str]) -> None:
+def set_weight_decay(
+    parameters: Sequence[Parameter], mask: str | None, modules: Sequence[str]
+) -> None:
     """Set which parameters decay: those selected by a pattern of `modules` or by the mask.
 
-    mask: "fast_llm": all but norms and biases, as declared by the layers. "levanter": all but norms, biases and
-    embeddings; a tied head is the embedding. "off": all. None: none.
+    mask: "fast_llm": all but norms and biases, as declared by the layers. "levanter": all but
+    norms, biases and embeddings; a tied head is the embedding. "off": all. None: none.
 
     Raises:
         UsageError: if a pattern selects nothing.
     """
     assert mask is not None or modules
     names = [parameter.spec.name for parameter in parameters]
-    chosen = {name for pattern in modules for name in selected("weight_decay_modules", pattern, names)}
+    chosen = {
+        name for pattern in modules for name in selected("weight_decay_modules", pattern, names)
+    }
     for parameter in parameters:
         spec = parameter.spec
         decays = spec.weight_decay
-        masks = {None: False, "fast_llm": decays, "levanter": decays and not spec.embedding, "off": True}
+        masks = {
+            None: False,
+            "fast_llm": decays,
+            "levanter": decays and not spec.embedding,
+            "off": True,
+        }
         parameter.spec = dataclasses.replace(spec, weight_decay=spec.name in chosen or masks[mask])
 
 
 def selected(flag: str, pattern: str, names: Sequence[str]) -> list[str]:
     """Return the names that one item of a list of modules, the value of a flag, selects.
 
-    `regex:...` is a regular expression that matches from the start of a name, as in Levanter. Any other item is a name,
-    a prefix of whole parts or a pattern with wildcards, as in --freeze; if none of these matches, the item selects
-    every name that contains it, also as in Levanter.
+    `regex:...` is a regular expression that matches from the start of a name, as in Levanter. Any
+    other item is a name, a prefix of whole parts or a pattern with wildcards, as in --freeze; if
+    none of these matches, the item selects every name that contains it, also as in Levanter.
 
     Raises:
         UsageError: if the item selects nothing.
@@ -75,22 +86,29 @@ def selected(flag: str, pattern: str, names: Sequence[str]) -> list[str]:
     if expression is not None:
         found = _matched(flag, pattern, expression, names)
     else:
-        found = [name for name in names if matches(pattern, name)] or [name for name in names if pattern in name]
+        found = [name for name in names if matches(pattern, name)] or [
+            name for name in names if pattern in name
+        ]
     if not found:
         rule = (
             "it must match from the start of a name (begin with .* to match anywhere), without commas or spaces"
             if expression is not None
             else "a prefix selects everything below it (blocks.0), * and ? are wildcards, other text is part of a name"
         )
-        raise UsageError(f"--{flag}: {pattern!r} matches nothing; {similar_names(pattern, names)}; {rule}")
+        raise UsageError(
+            f"--{flag}: {pattern!r} matches nothing; {similar_names(pattern, names)}; {rule}"
+        )
     return found
 
 
-def _matched(flag: str, pattern: str, expression: re.Pattern[str], names: Sequence[str]) -> list[str]:
+def _matched(
+    flag: str, pattern: str, expression: re.Pattern[str], names: Sequence[str]
+) -> list[str]:
     """Return the names that a regular expression matches.
 
-    Nested repeats, as in (.+)+X, can take exponential time, and no check of the expression's text finds them all.
-    Python handles signals while matching, so a CPU-time timer ends the match. Only the main thread can have one.
+    Nested repeats, as in (.+)+X, can take exponential time, and no check of the expression's text
+    finds them all. Python handles signals while matching, so a CPU-time timer ends the match. Only
+    the main thread can have one.
 
     Raises:
         UsageError: if matching takes longer than `MATCHING_S`.
@@ -114,7 +132,8 @@ def _matched(flag: str, pattern: str, expression: re.Pattern[str], names: Sequen
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern, possibly with wildcards, matches a name or a prefix of whole parts of it."""
+    """Whether a pattern, possibly with wildcards, matches a name or a prefix of whole parts of
+    it."""
     return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
 
 
@@ -128,7 +147,9 @@ def describe(parameters: Iterable[Parameter]) -> str:
     trained = [parameter.spec for parameter in parameters if parameter.spec.trainable]
     decayed = [spec for spec in trained if spec.weight_decay]
     count, every = (f"{sum(spec.numel for spec in specs):,}" for specs in (decayed, trained))
-    text = f"weight decay on {len(decayed)} of {len(trained)} parameters ({count} of {every} weights)"
+    text = (
+        f"weight decay on {len(decayed)} of {len(trained)} parameters ({count} of {every} weights)"
+    )
     return f"{text}: {', '.join(_compressed(decayed, trained))}" if decayed else text
 
 
@@ -136,7 +157,8 @@ _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
 def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
-    """Return names with `*` for the block index if all blocks of `of` are meant, else with index ranges."""
+    """Return names with `*` for the block index if all blocks of `of` are meant, else with index
+    ranges."""
     every, items = _by_block(of), []
     for name, blocks in _by_block(specs).items():
         if blocks != every[name]:
@@ -146,7 +168,8 @@ def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> 
 
 
 def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
-    """Map names with `*` for the block index to the indices; names without an index map to an empty list."""
+    """Map names with `*` for the block index to the indices; names without an index map to an empty
+    list."""
     groups: dict[str, list[int]] = {}
     for spec in specs:
         match = _BLOCK.fullmatch(spec.name)

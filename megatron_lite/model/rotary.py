@@ -1,7 +1,9 @@
-"""The table of rotary angles (Su et al. 2021) that all blocks share, optionally scaled for longer sequences.
+"""The table of rotary angles (Su et al. 2021) that all blocks share, optionally scaled for longer
+sequences.
 
-The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations, in fp32. Channel
-pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w; scaled by `factor`:
+The formulas are Hugging Face's (transformers, modeling_rope_utils.py), in its order of operations,
+in fp32. Channel pair j of r / 2 has wavelength w = base^(2 j / r) in radians and frequency 1 / w;
+scaled by `factor`:
 
     linear   1 / w / factor                                                        (Chen et al. 2023)
     llama3   1 / w for waves that fit at least `high_freq_factor` times into the original length, 1 / w / factor for
@@ -52,7 +54,9 @@ def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) 
     if model.rope_type == "default":
         return 1.0 / waves
     assert model.rope_factor is not None
-    return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[model.rope_type](model, waves, model.rope_factor)
+    return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[model.rope_type](
+        model, waves, model.rope_factor
+    )
 
 
 def _linear(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:

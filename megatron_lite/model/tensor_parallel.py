@@ -1,7 +1,7 @@
 """How tensor parallelism splits a model's layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Attention splits its heads, the MLP its channels, embedding and head the vocabulary; norms, learned positions and biases
-of the residual stream are replicated.
+Attention splits its heads, the MLP its channels, embedding and head the vocabulary; norms, learned
+positions and biases of the residual stream are replicated.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import torch
 
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.rank_group import Group, alone
-from megatron_lite.kernels.tensor_collectives import Collectives, Vocabulary, collectives_over, vocabulary_over
+from megatron_lite.kernels.tensor_collectives import (
+    Collectives,
+    Vocabulary,
+    collectives_over,
+    vocabulary_over,
+)
 from megatron_lite.tiles import Block, Split
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits besides heads and channels: tokens (sequence parallelism), embedding rows.
+    """The group, and what it splits besides heads and channels: tokens (sequence parallelism),
+    embedding rows.
 
     in_halves: see `tensor_collectives.py`.
     """
@@ -29,7 +35,8 @@ class TensorParallel:
     in_halves: bool = False
 
     def collectives(self, any_length: bool = False) -> Collectives:
-        """Return the collectives of a pass. any_length: allow any number of tokens, as in generation."""
+        """Return the collectives of a pass. any_length: allow any number of tokens, as in
+        generation."""
         return collectives_over(self.group, self.splits_tokens and not any_length, self.in_halves)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
@@ -37,12 +44,16 @@ class TensorParallel:
         collectives = self.collectives(any_length)
         if not self.splits_vocabulary:
             return Vocabulary(collectives)
-        return vocabulary_over(self.group, collectives, config.vocab_size, self.vocabulary_rows(config))
+        return vocabulary_over(
+            self.group, collectives, config.vocab_size, self.vocabulary_rows(config)
+        )
 
-    # -- parameters -------------------------------------------------------------------------------------------------
+    # -- parameters
+    # -------------------------------------------------------------------------------------------------
 
     def parts(self, size: int, most: int | None = None) -> Block:
-        """Return a block in equal parts, one per rank; with fewer parts (`most`), ranks share them."""
+        """Return a block in equal parts, one per rank; with fewer parts (`most`), ranks share
+        them."""
         ranks = self.group.world_size
         return Block.of(size, ranks if most is None else min(most, ranks))
 
@@ -55,7 +66,9 @@ class TensorParallel:
 
         inside: it applies to this rank's channels rather than to the residual stream.
         """
-        return Split(self.group.world_size, self.group.rank, sums_gradients=inside or self.splits_tokens)
+        return Split(
+            self.group.world_size, self.group.rank, sums_gradients=inside or self.splits_tokens
+        )
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
         """Return the number of rows in a rank's table, including padding."""
@@ -65,7 +78,9 @@ class TensorParallel:
         """Return the split of a table with a row per vocabulary entry."""
         if not self.splits_vocabulary:
             return self.replicated()
-        return self.split(0, Block(config.vocab_size, self.group.world_size, self.vocabulary_rows(config)))
+        return self.split(
+            0, Block(config.vocab_size, self.group.world_size, self.vocabulary_rows(config))
+        )
 
 
 ALONE = TensorParallel(alone(torch.device("cpu")))
@@ -75,5 +90,8 @@ def tensor_parallel(config: Config, group: Group) -> TensorParallel:
     """Return how the options split the model over a group."""
     options = config.distributed
     return TensorParallel(
-        group, options.sequence_tensor_parallel, options.parallel_embeddings, options.overlap_tensor_reduce
+        group,
+        options.sequence_tensor_parallel,
+        options.parallel_embeddings,
+        options.overlap_tensor_reduce,
     )

@@ -1,1 +1,2 @@
-"""Reports of a run: banner, log, metrics, trackers, progress bar, tensor logs, and the export callback."""
+"""Reports of a run: banner, log, metrics, trackers, progress bar, tensor logs, and the export
+callback."""

@@ -34,9 +34,14 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 
 def derived_numbers(
-    config: Config, layers: Sequence[Layer], distributed: Distributed, data: Mapping[str, str], batches: BatchSchedule
+    config: Config,
+    layers: Sequence[Layer],
+    distributed: Distributed,
+    data: Mapping[str, str],
+    batches: BatchSchedule,
 ) -> dict[str, str]:
-    """Return derived numbers of the run by name; `data` describes the data sets, `batches` are those of all starts."""
+    """Return derived numbers of the run by name; `data` describes the data sets, `batches` are
+    those of all starts."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
     shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
@@ -47,7 +52,9 @@ def derived_numbers(
         why_threads = f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
     return {
         "parameters": f"{parameters:,}",
-        "tokens per iteration": _smallest_to_largest([size * batch.sequence_length for size in sizes]),
+        "tokens per iteration": _smallest_to_largest(
+            [size * batch.sequence_length for size in sizes]
+        ),
         "total tokens": f"{batches.consumed_tokens(config.training.train_iters):,}{batches.since}",
         "micro-batches per rank": f"{micro_batches} of {batch.micro_batch_size} samples",
         "ranks": describe_ranks(distributed),
@@ -58,9 +65,18 @@ def derived_numbers(
 
 
 def describe_ranks(distributed: Distributed) -> str:
-    """Return the number of ranks, with their groups if there are several: "8 (2 pipeline x 2 data x 2 tensor)"."""
-    groups = {"pipeline": distributed.pipeline, "data": distributed.data, "tensor": distributed.tensor}
-    sizes = {name: group.world_size for name, group in groups.items() if name == "data" or group.world_size > 1}
+    """Return the number of ranks, with their groups if there are several: "8 (2 pipeline x 2 data x
+    2 tensor)"."""
+    groups = {
+        "pipeline": distributed.pipeline,
+        "data": distributed.data,
+        "tensor": distributed.tensor,
+    }
+    sizes = {
+        name: group.world_size
+        for name, group in groups.items()
+        if name == "data" or group.world_size > 1
+    }
     grid = " x ".join(f"{size} {name}" for name, size in sizes.items())
     return f"{distributed.world_size}" + (f" ({grid})" if len(sizes) > 1 else "")
 
@@ -87,14 +103,17 @@ def choice_lines(
 
 
 def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, str]]:
-    """Yield pairs: stages, frozen parameters, this rank's state memory by kind, and how products are computed."""
+    """Yield pairs: stages, frozen parameters, this rank's state memory by kind, and how products
+    are computed."""
     blocks = [len(stage) for stage in model.split[1:-1]]
     shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
     weights, gradients = model.memory.buffer_counts()
     names = f"embedding, {sum(blocks)} blocks in {len(blocks)} stages ({shown}), head"
     buffers = f"{weights} weight and {gradients} gradient buffers"
     rows = [row for row in model.memory.table() if row.bytes]
-    total = MemoryRow("state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows))
+    total = MemoryRow(
+        "state memory per rank", sum(row.count for row in rows), sum(row.bytes for row in rows)
+    )
     yield (
         f"{len(model.all_stages)} stages: {names}; {buffers}",
         f"{len(model.all_stages)} stages, {buffers}; {total.bytes / MIB:,.2f} MiB of {total.kind}",
@@ -106,7 +125,10 @@ def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, st
         yield line, line
     for row in (*rows, total):
         yield f"  {row.kind:.<24} {row.count:4d} {row.bytes / MIB:14,.2f} MiB", ""
-    yield describe_products(model.group.device, model.precision.training, model.precision.gradients), ""
+    yield (
+        describe_products(model.group.device, model.precision.training, model.precision.gradients),
+        "",
+    )
 
 
 def placement_warnings(config: Config, distributed: Distributed) -> Iterator[str]:
@@ -120,7 +142,8 @@ def placement_warnings(config: Config, distributed: Distributed) -> Iterator[str
 
 
 def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
-    """Yield warnings about options that are slow or idle on the device, and about little memory for the logits."""
+    """Yield warnings about options that are slow or idle on the device, and about little memory for
+    the logits."""
     name, tf32 = config.distributed.training_dtype, config.distributed.tf32
     if device.type == "cuda" and name == "fp32" and not tf32:
         yield (
@@ -145,7 +168,9 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
     batch = config.batch
     performance = config.performance
     options = config.distributed
-    columns = config.model.vocabulary_rows(options.tensor_parallel if options.parallel_embeddings else 1)
+    columns = config.model.vocabulary_rows(
+        options.tensor_parallel if options.parallel_embeddings else 1
+    )
     vocab_size = min(columns, config.model.vocab_size)  # of this rank
     samples = batch.micro_batch_size
     if config.training.validation_iters and batch.eval_micro_batch_size is not None:

@@ -1,6 +1,8 @@
-"""The best validation so far, for --keep_best, and whether --early_stopping_patience ends the training.
+"""The best validation so far, for --keep_best, and whether --early_stopping_patience ends the
+training.
 
-Ranks agree on each loss, and every checkpoint holds this, so that a resumed run decides as one that never stopped.
+Ranks agree on each loss, and every checkpoint holds this, so that a resumed run decides as one that
+never stopped.
 """
 
 from __future__ import annotations
@@ -16,18 +18,31 @@ from megatron_lite.config.values import digest
 class BestEvaluation:
     """The best value of --keep_best so far; without that option no evaluation counts.
 
-    config: resolved. data: see `data.fingerprint.identity`. saved: `state()` of the checkpoint that a start resumes.
+    config: resolved. data: see `data.fingerprint.identity`. saved: `state()` of the checkpoint that
+    a start resumes.
     """
 
     def __init__(self, config: Config, data: JsonObject, saved: JsonObject | None) -> None:
         self.metric = config.checkpoint.keep_best
         self.patience = config.training.early_stopping_patience
-        samples = config.training.validation_iters, config.batch.batch_size, config.batch.sequence_length
+        samples = (
+            config.training.validation_iters,
+            config.batch.batch_size,
+            config.batch.sequence_length,
+        )
         own = data.get("evaluated", {}).get("validation")
         measured = digest([self.metric, *samples, own or [data["sets"], config.data.split]])
-        self.is_anew = self.metric is not None and saved is not None and saved["measured"] != measured
+        self.is_anew = (
+            self.metric is not None and saved is not None and saved["measured"] != measured
+        )
         # seen: the newest iteration counted. bad: evaluations since the best one.
-        self._state: JsonObject = {"measured": measured, "value": math.inf.hex(), "iteration": 0, "seen": 0, "bad": 0}
+        self._state: JsonObject = {
+            "measured": measured,
+            "value": math.inf.hex(),
+            "iteration": 0,
+            "seen": 0,
+            "bad": 0,
+        }
         self._state |= saved if saved is not None and saved["measured"] == measured else {}
 
     def add(self, iteration: int, record: JsonObject) -> None:
@@ -35,7 +50,11 @@ class BestEvaluation:
         if self.metric is None or iteration <= self._state["seen"]:
             return
         value = record[self.metric.removeprefix("validation_")]
-        is_better = value is not None and math.isfinite(value) and value < float.fromhex(self._state["value"])
+        is_better = (
+            value is not None
+            and math.isfinite(value)
+            and value < float.fromhex(self._state["value"])
+        )
         self._state |= {"seen": iteration, "bad": 0 if is_better else self._state["bad"] + 1}
         self._state |= {"iteration": iteration, "value": value.hex()} if is_better else {}
 
@@ -46,7 +65,11 @@ class BestEvaluation:
     @property
     def ends(self) -> bool:
         """Whether so many evaluations in a row were no better that the run ends."""
-        return self.metric is not None and self.patience is not None and self._state["bad"] >= self.patience
+        return (
+            self.metric is not None
+            and self.patience is not None
+            and self._state["bad"] >= self.patience
+        )
 
     def state(self) -> JsonObject:
         """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
@@ -61,8 +84,16 @@ class BestEvaluation:
         return f"best {self.metric}: {best}, {bad}{of_patience} validations since"
 
     def warn(self, root: Path | None, logger: logging.Logger) -> None:
-        """Say at a start that the count starts anew, or that the best checkpoint is not in `root`, the run's own."""
+        """Say at a start that the count starts anew, or that the best checkpoint is not in `root`,
+        the run's own."""
         if self.is_anew:
-            logger.warning("--keep_best=%s: the checkpoint's measures something else; it starts anew", self.metric)
-        elif self._state["iteration"] and root is not None and not (root / str(self._state["iteration"])).exists():
+            logger.warning(
+                "--keep_best=%s: the checkpoint's measures something else; it starts anew",
+                self.metric,
+            )
+        elif (
+            self._state["iteration"]
+            and root is not None
+            and not (root / str(self._state["iteration"])).exists()
+        ):
             logger.warning("%s: its checkpoint is not in %s; only a better one is kept", self, root)

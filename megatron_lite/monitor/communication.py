@@ -1,4 +1,5 @@
-"""Lines of --log_communication: traffic and waits by kind of collective, and its time with nothing else running."""
+"""Lines of --log_communication: traffic and waits by kind of collective, and its time with nothing
+else running."""
 
 from __future__ import annotations
 
@@ -13,10 +14,14 @@ from megatron_lite.monitor.logging import MIB
 from megatron_lite.zero.stage import Stage
 
 
-def time_collectives(stages: Sequence[Stage], group: Group, barrier: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds to gather and to reduce the stages once with nothing else running, by kind.
+def time_collectives(
+    stages: Sequence[Stage], group: Group, barrier: Callable[[], None]
+) -> dict[str, float]:
+    """Return the seconds to gather and to reduce the stages once with nothing else running, by
+    kind.
 
-    The fastest of three repetitions counts. Call before training: gradient buffers hold garbage afterwards.
+    The fastest of three repetitions counts. Call before training: gradient buffers hold garbage
+    afterwards.
     """
     best = {}
     for kind in ("gather", "reduce"):
@@ -38,10 +43,14 @@ def time_collectives(stages: Sequence[Stage], group: Group, barrier: Callable[[]
     return best
 
 
-def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]) -> list[str]:
-    """Return the lines of --log_communication=1: one per kind of collective, as means over the iterations.
+def communication_lines(
+    totals: Mapping[str, Total], iterations: int, alone_s: Mapping[str, float]
+) -> list[str]:
+    """Return the lines of --log_communication=1: one per kind of collective, as means over the
+    iterations.
 
-    totals: this rank's traffic. alone_s: seconds to gather, or reduce, all stages once with nothing else running.
+    totals: this rank's traffic. alone_s: seconds to gather, or reduce, all stages once with nothing
+    else running.
     """
     lines = []
     for kind, name in KINDS.items():
@@ -54,6 +63,8 @@ def communication_lines(totals: Mapping[str, Total], iterations: int, alone_s: M
             f"waited for: {total.waited_s / iterations * 1e3:.2f} ms"
         )
         if kind in alone_s:
-            line += f" ({alone_s[kind] * 1e3:.2f} ms for all stages once, with nothing else running)"
+            line += (
+                f" ({alone_s[kind] * 1e3:.2f} ms for all stages once, with nothing else running)"
+            )
         lines.append(line)
     return lines

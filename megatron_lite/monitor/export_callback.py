@@ -1,9 +1,10 @@
 """--export_callback_script: run a user's program after every export while training continues.
 
-Rank 0 starts `script <export folder>` once the folder is complete under its final name, with this program's environment
-and the variables of --export_callback_env. Scripts run one at a time, in the order of the exports. Their output goes to
-the log line by line, with the values of those variables masked. A failure is only a warning. At its end the run waits
-for the script up to a limit, then ends it: only processes that the script has detached outlive the run.
+Rank 0 starts `script <export folder>` once the folder is complete under its final name, with this
+program's environment and the variables of --export_callback_env. Scripts run one at a time, in the
+order of the exports. Their output goes to the log line by line, with the values of those variables
+masked. A failure is only a warning. At its end the run waits for the script up to a limit, then
+ends it: only processes that the script has detached outlive the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.secrets import masked
 
-# A run stopped by a signal has little time left; a completed run waits for half of --startup_timeout.
+# A run stopped by a signal has little time left; a completed run waits for half of
+# --startup_timeout.
 STOPPED_WAIT_S = 10.0
 MAX_LINE_CHARACTERS = 4096
 MAX_LINES = 1000  # of one export
@@ -32,10 +34,13 @@ _KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
 _DRAIN_S = 1.0  # for the last lines of a script that has ended
 
 
-def open_callback(script: str, environment: Mapping[str, str], variables: Collection[str]) -> ExportCallback:
+def open_callback(
+    script: str, environment: Mapping[str, str], variables: Collection[str]
+) -> ExportCallback:
     """Check the script before any training and return its runner; "" is no script.
 
-    environment: the whole environment of the script. variables: names in it whose values may be secrets.
+    environment: the whole environment of the script. variables: names in it whose values may be
+    secrets.
 
     Raises:
         UsageError: if the script is not a file, or not executable.
@@ -52,9 +57,15 @@ def open_callback(script: str, environment: Mapping[str, str], variables: Collec
 
 
 class ExportCallback:
-    """Runner of the script, one folder at a time, in a separate thread; does nothing without a script."""
+    """Runner of the script, one folder at a time, in a separate thread; does nothing without a
+    script."""
 
-    def __init__(self, script: str = "", environment: Mapping[str, str] | None = None, secrets: Collection[str] = ()):
+    def __init__(
+        self,
+        script: str = "",
+        environment: Mapping[str, str] | None = None,
+        secrets: Collection[str] = (),
+    ):
         """environment: the script's whole environment. secrets: values to hide from its output."""
         self._script = os.path.abspath(script) if script else ""
         self._environment, self._secrets = environment, secrets
@@ -72,7 +83,9 @@ class ExportCallback:
         """Wait for the scripts, up to a limit or until `stopped`, then end them. Never raises."""
         left, deadline_s = self._left(), time.monotonic() + limit_s
         if left and limit_s > 0:
-            get_logger().info("waiting up to %.0f s for --export_callback_script: %s", limit_s, left[0])
+            get_logger().info(
+                "waiting up to %.0f s for --export_callback_script: %s", limit_s, left[0]
+            )
         while (left := self._left()) and time.monotonic() < deadline_s and not stopped():
             time.sleep(0.05)
         self._ended = True
@@ -80,14 +93,16 @@ class ExportCallback:
         if left:
             folders = ", ".join(map(str, left))
             get_logger().warning(
-                "--export_callback_script is still running; the run ends it. Run it again for %s", folders
+                "--export_callback_script is still running; the run ends it. Run it again for %s",
+                folders,
             )
             if self._process is not None:
                 _end(self._process)
         self._exports = []
 
     def kill(self) -> None:
-        """Kill the running script and everything in its session now: this process has no time left."""
+        """Kill the running script and everything in its session now: this process has no time
+        left."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -101,7 +116,9 @@ class ExportCallback:
             code, seconds = self._call(folder)
         except Exception as error:
             reason = masked(str(getattr(error, "strerror", None) or error), self._secrets)
-            get_logger().warning("--export_callback_script=%s cannot be started: %s", self._script, reason)
+            get_logger().warning(
+                "--export_callback_script=%s cannot be started: %s", self._script, reason
+            )
             return
         if code == 0:
             get_logger().info("--export_callback_script is done with %s (%.1f s)", folder, seconds)
@@ -131,7 +148,8 @@ class ExportCallback:
         return code, time.monotonic() - start_s
 
     def _log(self, process: subprocess.Popen[bytes], name: str) -> None:
-        """Log the script's output line by line, and read all of it: a full pipe would block the script."""
+        """Log the script's output line by line, and read all of it: a full pipe would block the
+        script."""
         stream = io.TextIOWrapper(cast(io.BufferedReader, process.stdout), "utf-8", "replace")
         longest, count = max((len(value) for value in self._secrets), default=0), 0
         with contextlib.suppress(OSError, ValueError), stream:
@@ -139,9 +157,13 @@ class ExportCallback:
                 text = "".join(c for c in line if c.isprintable() or c == "\t").rstrip()
                 shown = masked(text, self._secrets)
                 if not line.endswith("\n") and len(line) == MAX_LINE_CHARACTERS:
-                    while (rest := stream.readline(MAX_LINE_CHARACTERS)) and not rest.endswith("\n"):
+                    while (rest := stream.readline(MAX_LINE_CHARACTERS)) and not rest.endswith(
+                        "\n"
+                    ):
                         pass
-                    shown = shown[: max(0, len(shown) - longest)] + " (cut)"  # the cut may fall inside a value
+                    shown = (
+                        shown[: max(0, len(shown) - longest)] + " (cut)"
+                    )  # the cut may fall inside a value
                 count += 1
                 if count <= MAX_LINES:
                     get_logger().info("export %s: %s", name, shown)

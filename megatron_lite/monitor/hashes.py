@@ -1,4 +1,5 @@
-"""Hashes of tensors and of everything that several ranks must hold alike, and what differs, in words.
+"""Hashes of tensors and of everything that several ranks must hold alike, and what differs, in
+words.
 
 Weights are hashed as the layers compute with them, in the memory of the step, on the device.
 """
@@ -22,27 +23,33 @@ Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the sa
 
 
 def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: chunk) -> Tensor:
-    """Return the hash of a tensor (n,), () int64 on its device: the sum of each element's bits times 2 * position + 1.
+    """Return the hash of a tensor (n,), () int64 on its device: the sum of each element's bits
+    times 2 * position + 1.
 
-    Integer sums (modulo 2**64) do not depend on their order, and no change of a single element keeps the sum, because
-    the factors are odd. prepare: replaces each chunk by the values to hash.
+    Integer sums (modulo 2**64) do not depend on their order, and no change of a single element
+    keeps the sum, because the factors are odd. prepare: replaces each chunk by the values to hash.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         chunk = prepare(flat[start : start + CHUNK_NUMEL])
         positions = torch.arange(start, start + chunk.numel(), device=flat.device)
-        total += (chunk.view(BITS[chunk.element_size()]).to(torch.int64) * (2 * positions + 1)).sum()
+        total += (
+            chunk.view(BITS[chunk.element_size()]).to(torch.int64) * (2 * positions + 1)
+        ).sum()
     return total
 
 
 def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:
-    """Return the hash of each tile of the weights, by the ranks that hold it; the host reads the device once.
+    """Return the hash of each tile of the weights, by the ranks that hold it; the host reads the
+    device once.
 
     weights: this tensor-parallel rank's part of each parameter, with its spec.
     """
     # Hash each before the next: stages share the memory of their weights.
     hashed = [
-        (tile, bit_hash(local.view(-1)[tile.offset : tile.end])) for spec, local in weights for tile in spec.tiles
+        (tile, bit_hash(local.view(-1)[tile.offset : tile.end]))
+        for spec, local in weights
+        for tile in spec.tiles
     ]
     found: dict[Holders, Fingerprint] = {}
     values = torch.stack([value for _, value in hashed]).tolist()
@@ -54,12 +61,16 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
 def describe_differences(by_rank: Sequence[Fingerprint]) -> str:
     """Say which names differ on which ranks; empty if all ranks hold the same.
 
-    Ranks that lack a name do not count. A value on more than half of the ranks counts as right; without such a majority
-    all ranks are named.
+    Ranks that lack a name do not count. A value on more than half of the ranks counts as right;
+    without such a majority all ranks are named.
     """
     found: dict[str, list[str]] = {}  # ranks in words -> names
     for name in dict.fromkeys(name for fingerprint in by_rank for name in fingerprint):
-        values = {rank: fingerprint[name] for rank, fingerprint in enumerate(by_rank) if name in fingerprint}
+        values = {
+            rank: fingerprint[name]
+            for rank, fingerprint in enumerate(by_rank)
+            if name in fingerprint
+        }
         common, count = Counter(values.values()).most_common(1)[0]
         if count == len(values):
             continue
@@ -68,6 +79,8 @@ def describe_differences(by_rank: Sequence[Fingerprint]) -> str:
             where = f"rank{'s' * (len(odd) > 1)} {', '.join(odd[:10])}{', ...' * (len(odd) > 10)}"
         else:
             numbers = f" ({', '.join(map(str, values))})" if len(values) < len(by_rank) else ""
-            where = f"{len(set(values.values()))} of {len(values)} ranks{numbers}, without a majority"
+            where = (
+                f"{len(set(values.values()))} of {len(values)} ranks{numbers}, without a majority"
+            )
         found.setdefault(where, []).append(name)
     return "; ".join(f"{shorten(names, 3)} on {where}" for where, names in found.items())

@@ -1,7 +1,9 @@
-"""The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file per rank.
+"""The logger "megatron_lite": flushed lines on the console, above a progress bar, and one log file
+per rank.
 
-The console and the log file get the same text, except from `log_both`. Logging never stops a run: a console
-without a reader, or a log file on a full disk, only loses lines. Every line is one `write`, so no buffer holds it back.
+The console and the log file get the same text, except from `log_both`. Logging never stops a run: a
+console without a reader, or a log file on a full disk, only loses lines. Every line is one `write`,
+so no buffer holds it back.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def log_both(logger: logging.Logger, *, console: str, file: str) -> None:
 
 
 class AppendFile:
-    """A file that takes whole lines, each by one `write`; a line that does not fit leaves nothing behind.
+    """A file that takes whole lines, each by one `write`; a line that does not fit leaves nothing
+    behind.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -48,7 +51,9 @@ class AppendFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; choose another --experiment_dir") from error
+            raise StorageError(
+                f"cannot write {path}: {error.strerror}; choose another --experiment_dir"
+            ) from error
 
     def append(self, line: bytes) -> None:
         """Append the whole line or nothing.
@@ -63,7 +68,8 @@ class AppendFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def write_line(self, line: str) -> None:
-        """Append a line, or lose it: the first loss is reported, and later lines are tried again."""
+        """Append a line, or lose it: the first loss is reported, and later lines are tried
+        again."""
         try:
             self.append(line.encode("utf-8", "backslashreplace") + b"\n")
         except OSError as error:
@@ -102,7 +108,9 @@ class ProgressBar:
         words: called with the iteration when the bar is drawn, at most twice a second.
     """
 
-    def __init__(self, total: int, done: int, words: Callable[[int], str], shown: bool = True) -> None:
+    def __init__(
+        self, total: int, done: int, words: Callable[[int], str], shown: bool = True
+    ) -> None:
         self._bar: Any = None
         self._words = words
         self._total = total
@@ -111,7 +119,14 @@ class ProgressBar:
             from tqdm import tqdm
 
             line = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, mininterval=0, miniters=1, bar_format=line)
+            self._bar = tqdm(
+                total=total,
+                initial=done,
+                dynamic_ncols=True,
+                mininterval=0,
+                miniters=1,
+                bar_format=line,
+            )
 
     def update(self, iteration: int) -> None:
         """Show that `iteration` iterations are done."""
@@ -132,7 +147,8 @@ class ProgressBar:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints lines to stdout, flushed, above the progress bar; goes silent when the reader is gone."""
+    """Prints lines to stdout, flushed, above the progress bar; goes silent when the reader is
+    gone."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
@@ -148,10 +164,14 @@ class ConsoleHandler(logging.Handler):
             else:
                 stream.write(text + "\n")
             stream.flush()
-        except BrokenPipeError:  # without this, Python's flush at exit would fail again, with exit code 120
+        except (
+            BrokenPipeError
+        ):  # without this, Python's flush at exit would fail again, with exit code 120
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
-        except OSError:  # a full disk behind a redirected stdout: the line is lost, the run continues
+        except (
+            OSError
+        ):  # a full disk behind a redirected stdout: the line is lost, the run continues
             pass
         except Exception:
             self.handleError(record)
@@ -200,7 +220,9 @@ def start_logging(log_file: Path | None, to_console: bool) -> logging.Logger:
 
     if to_console:
         add(ConsoleHandler(), "console")
-        if hasattr(sys.stdout, "reconfigure"):  # a path that the terminal cannot encode must not end the run
+        if hasattr(
+            sys.stdout, "reconfigure"
+        ):  # a path that the terminal cannot encode must not end the run
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
         add(FileHandler(log_file), "file")

@@ -1,6 +1,8 @@
-"""Snapshots of GPU memory: every allocation of the first iterations, and what was allocated at out-of-memory.
+"""Snapshots of GPU memory: every allocation of the first iterations, and what was allocated at
+out-of-memory.
 
-Torch writes these files as pickles, which https://pytorch.org/memory_viz shows; nothing here reads one.
+Torch writes these files as pickles, which https://pytorch.org/memory_viz shows; nothing here reads
+one.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 
-# Torch keeps the newest events, each with the Python lines that led to it: several KB each, so 200 MB or so at most.
+# Torch keeps the newest events, each with the Python lines that led to it: several KB each, so 200
+# MB or so at most.
 MAX_EVENTS = 50_000
 
 
 def open_history(
     config: Config, root: Path | None, distributed: Distributed, logger: logging.Logger
 ) -> MemoryHistory | None:
-    """Record every allocation from now on if --memory_snapshot asks for it; return None if nothing is recorded.
+    """Record every allocation from now on if --memory_snapshot asks for it; return None if nothing
+    is recorded.
 
     root: the experiment directory.
     """
@@ -29,15 +33,21 @@ def open_history(
         return None
     if distributed.device.type != "cuda":
         if config.distributed.device != "cpu":  # validation has warned of an explicit CPU
-            logger.warning("--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU", iterations)
+            logger.warning(
+                "--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU",
+                iterations,
+            )
         return None
     return MemoryHistory(iterations, root, distributed, logger)
 
 
 class MemoryHistory:
-    """Every allocation of a GPU since the start, written after a number of iterations or at an earlier end."""
+    """Every allocation of a GPU since the start, written after a number of iterations or at an
+    earlier end."""
 
-    def __init__(self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger) -> None:
+    def __init__(
+        self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger
+    ) -> None:
         self._root = root
         self._distributed = distributed
         self._logger = logger
@@ -61,7 +71,9 @@ class MemoryHistory:
         if reason:
             self._logger.warning("--memory_snapshot: cannot write %s: %s", path, reason)
         else:
-            self._logger.info("memory snapshot in %s; https://pytorch.org/memory_viz shows it", path)
+            self._logger.info(
+                "memory snapshot in %s; https://pytorch.org/memory_viz shows it", path
+            )
 
 
 def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:

@@ -71,7 +71,8 @@ RARELY_CHANGING = ("batch_size", "loss_scale", "max_reserved_mib", "skipped_iter
 
 
 def format_record(record: Record, more: Record | None = None) -> str:
-    """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language model loss: ...`.
+    """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language
+    model loss: ...`.
 
     Args:
         record: keys of metrics.jsonl; absent fields are not shown.
@@ -104,9 +105,11 @@ class ConsoleLines:
         self._forecasts = False  # not in the first line: compilation and allocation would spoil it
 
     def training(self, values: Record) -> str:
-        """Return the line of a training record and its values for the console; absent values are left out.
+        """Return the line of a training record and its values for the console; absent values are
+        left out.
 
-        `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346 tokens/s | 0:01:05 left`
+        `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346
+        tokens/s | 0:01:05 left`
         """
         keys = list(self._keys)
         if values.get("loss") is not None:
@@ -117,20 +120,24 @@ class ConsoleLines:
         if values.get("data_wait_ms", 0.0) > WAITING * values.get("step_time_ms", 0.0):
             keys.append("data_wait_ms")
         for key in RARELY_CHANGING:
-            if (value := values.get(key)) is not None and value != self._last.setdefault(key, value):
+            if (value := values.get(key)) is not None and value != self._last.setdefault(
+                key, value
+            ):
                 self._last[key] = value
                 keys.append(key)
         return " | ".join([_head(values), *_no_loss(values), *_shown(keys, values)])
 
     def bar(self, pace: Mapping[str, float]) -> str:
-        """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05 left`.
+        """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05
+        left`.
 
         The loss is that of the last training line.
         """
         return ", ".join(_shown(BAR, {"loss": self._last_loss, **pace}))
 
     def evaluation(self, values: Record) -> str:
-        """Return the line of a validation or test: `validation @ iteration 20/1000 | loss 3.1235`."""
+        """Return the line of a validation or test: `validation @ iteration 20/1000 | loss
+        3.1235`."""
         head = [f"{values['phase']} @ {_head(values)}", *_no_loss(values)]
         return " | ".join([*head, *_shown(LOSSES, values), *dataset_losses(values)])
 
@@ -140,7 +147,10 @@ def dataset_losses(values: Record) -> list[str]:
     names = [key for key in values if key.startswith("loss/")]
     found = [(key.removeprefix("loss/"), values[key]) for key in names[:MOST_DATASETS]]
     shown = [f"{name}: -" if loss is None else f"{name}: {loss:.5f}" for name, loss in found]
-    return [*shown, *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else [])]
+    return [
+        *shown,
+        *([f"{len(names) - MOST_DATASETS:,} more data sets"] if len(names) > MOST_DATASETS else []),
+    ]
 
 
 def _no_loss(values: Record) -> list[str]:
@@ -156,4 +166,6 @@ def _shown(keys: Iterable[str], values: Record) -> list[str]:
 
 def _head(values: Record) -> str:
     iteration, total = values["iteration"], values["train_iters"]
-    return f"iteration {iteration:{len(str(total))}d}/{total}" if total else f"iteration {iteration}"
+    return (
+        f"iteration {iteration:{len(str(total))}d}/{total}" if total else f"iteration {iteration}"
+    )

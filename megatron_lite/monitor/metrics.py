@@ -1,4 +1,5 @@
-"""Numbers about a run: FLOPs, peak rates, mean losses, step times, rates, the time left. Units end a name."""
+"""Numbers about a run: FLOPs, peak rates, mean losses, step times, rates, the time left. Units end
+a name."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Numbers = dict[str, float]  # by name
 WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory
 STEPS = 1000  # the newest ones, from which the pace is taken
 STALL = 3.0  # times the median: a longer step waited for something that is not expected again
-# Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the first match wins.
-# PCIe and NVL boards run at lower clocks than SXM modules of the same name.
+# Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the
+# first match wins. PCIe and NVL boards run at lower clocks than SXM modules of the same name.
 PEAK_TFLOPS = """
     GB200: 2500, B200: 2250, GH200: 989.4, H(100|200) NVL: 835.5, H(100|200) PCIe: 756, H(100|200|800): 989.4, H20: 148,
     A(100|800): 312, A30: 165, A40: 149.7, A10: 125, L40S: 362, L40: 181, L4: 121, V100: 125, T4: 65,
@@ -32,7 +33,8 @@ PEAK_TFLOPS = """
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s by the driver's name of a device, or ours; None if the table lacks it."""
+    """Return the dense bf16 peak in TFLOP/s by the driver's name of a device, or ours; None if the
+    table lacks it."""
     name = device_name.replace("-", " ").replace("_", " ")
     for entry in PEAK_TFLOPS.split(","):
         pattern, tflops = entry.split(":")
@@ -53,33 +55,43 @@ def _head_flops(model: ModelConfig, tokens: int) -> float:
     return 2.0 * tokens * model.hidden_size * model.vocab_size
 
 
-def _attention_flops(model: ModelConfig, sequence_length: int, tokens: int, full: bool = False) -> float:
-    """Return the FLOPs of scores and context, one pass: what causal mask and window leave, or the full square."""
+def _attention_flops(
+    model: ModelConfig, sequence_length: int, tokens: int, full: bool = False
+) -> float:
+    """Return the FLOPs of scores and context, one pass: what causal mask and window leave, or the
+    full square."""
     # Under the causal mask a query sees s / 2 keys on average; with a window w, w * (1 - w / 2s).
     window = min(model.window_size or sequence_length, sequence_length)
     mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
-    return 4.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * mean_keys
+    return (
+        4.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * mean_keys
+    )
 
 
-def model_flops(model: ModelConfig, sequence_length: int, tokens: int, full_attention: bool = False) -> float:
-    """Return the FLOPs of training on `tokens` tokens: forward and backward (twice the forward), without recomputation.
+def model_flops(
+    model: ModelConfig, sequence_length: int, tokens: int, full_attention: bool = False
+) -> float:
+    """Return the FLOPs of training on `tokens` tokens: forward and backward (twice the forward),
+    without recomputation.
 
         6 * T * L * h * [2 * (heads + head_groups) * d + (2 + gated) * f]      linear layers
       + 6 * T * h * v                                                         output head
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
-    with 2 * w * (1 - w / 2s) instead of s for a window of w tokens. Embedding look-ups, norms, activations, the
-    optimizer and vocabulary padding are not counted; document borders and frozen parameters are not subtracted.
-    `model` must be resolved. Equal to Fast-LLM's "tflop/s (model)".
+    with 2 * w * (1 - w / 2s) instead of s for a window of w tokens. Embedding look-ups, norms,
+    activations, the optimizer and vocabulary padding are not counted; document borders and frozen
+    parameters are not subtracted. `model` must be resolved. Equal to Fast-LLM's "tflop/s (model)".
 
-    `full_attention` counts the full square of scores, 12 * T * L * heads * d * s for any mask, as PaLM (Chowdhery et
-    al. 2022, appendix B) and nanoGPT do.
+    `full_attention` counts the full square of scores, 12 * T * L * heads * d * s for any mask, as
+    PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do.
     """
     attention = _attention_flops(model, sequence_length, tokens, full_attention)
     return 3 * (_block_flops(model, tokens) + _head_flops(model, tokens) + attention)
 
 
-def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int) -> float:
+def hardware_flops(
+    model: ModelConfig, performance: PerformanceConfig, sequence_length: int, tokens: int
+) -> float:
     """Return `model_flops` plus recomputation:
 
     + 2 * T * h * (1 + gated) * f        for each block with mlp_recompute_level full: its first MLP product
@@ -91,14 +103,17 @@ def hardware_flops(model: ModelConfig, performance: PerformanceConfig, sequence_
     flops = model_flops(model, sequence_length, tokens)
     repeated = performance.mlp_levels(model.num_layers).count("full")
     flops += 2.0 * tokens * repeated * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
-    flops += (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
+    flops += (
+        (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
+    )
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)
     return flops + attention / 2
 
 
 class LogWindow:
-    """Sums between two log lines, on the device: loss and tokens of the updates that were not dropped, data wait.
+    """Sums between two log lines, on the device: loss and tokens of the updates that were not
+    dropped, data wait.
 
     Checkpoints save them, so that a resumed run logs the same losses.
     """
@@ -117,7 +132,8 @@ class LogWindow:
         self.iterations += 1
 
     def mean_loss(self) -> float | None:
-        """Return the mean loss per token so far (reads the device), or None if every update was dropped."""
+        """Return the mean loss per token so far (reads the device), or None if every update was
+        dropped."""
         tokens = int(self._tokens)
         return float(self._loss) / tokens if tokens else None
 
@@ -149,15 +165,20 @@ class Forecast:
         iteration: iterations done before this start.
     """
 
-    def __init__(self, consumed_samples: Callable[[int], int], train_iters: int, iteration: int) -> None:
+    def __init__(
+        self, consumed_samples: Callable[[int], int], train_iters: int, iteration: int
+    ) -> None:
         self._consumed_samples, self._train_iters = consumed_samples, train_iters
         self._first = iteration
         self._warm_up = WARM_UP_STEPS
         self._sample_s: deque[float] = deque(maxlen=STEPS)  # seconds per sample of each step
-        self._pauses: dict[str, tuple[float, int]] = {}  # by kind: seconds in all, and the iteration before the last
+        self._pauses: dict[
+            str, tuple[float, int]
+        ] = {}  # by kind: seconds in all, and the iteration before the last
 
     def add(self, iteration: int, step_s: float, pauses_s: Mapping[str, float]) -> None:
-        """Count a step, unless it is the first of a start, and the pauses before it by kind (validation, save ...)."""
+        """Count a step, unless it is the first of a start, and the pauses before it by kind
+        (validation, save ...)."""
         samples = self._consumed_samples(iteration) - self._consumed_samples(iteration - 1)
         if self._warm_up:
             self._warm_up -= 1
@@ -174,7 +195,8 @@ class Forecast:
         return statistics.fmean(seconds for seconds in self._sample_s if seconds <= longest_s)
 
     def remaining_s(self, iteration: int) -> float | None:
-        """Return the seconds that the run needs after `iteration`, pauses included; None if unknown."""
+        """Return the seconds that the run needs after `iteration`, pauses included; None if
+        unknown."""
         if (sample_s := self.sample_s()) is None:
             return None
         samples = self._consumed_samples(self._train_iters) - self._consumed_samples(iteration)
@@ -199,7 +221,8 @@ class StepTimer:
         config: resolved.
         iteration: iterations done before this start.
         peak_tflops: dense peak of one device in 16 bits, or None if unknown (then no mfu).
-        eight_bit_flops: of the model's FLOPs per token, those by units for 8 bits, whose peak is twice as high.
+        eight_bit_flops: of the model's FLOPs per token, those by units for 8 bits, whose peak is
+        twice as high.
     """
 
     def __init__(
@@ -216,7 +239,9 @@ class StepTimer:
         # Per sample and device.
         self._tokens = length / world_size
         self._model_tflop = model_flops(config.model, length, length) / world_size / 1e12
-        self._hardware_tflop = hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
+        self._hardware_tflop = (
+            hardware_flops(config.model, config.performance, length, length) / world_size / 1e12
+        )
         # An 8-bit FLOP takes half of the time at the peak.
         self._tflop_at_peak = self._model_tflop - eight_bit_flops * self._tokens / 2 / 1e12
         self._peak_tflops, self._world_size = peak_tflops, world_size
@@ -233,7 +258,8 @@ class StepTimer:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the time inside the block from training time: validation, checkpoints, exports."""
+        """Exclude the time inside the block from training time: validation, checkpoints,
+        exports."""
         start_s = self._clock()
         try:
             yield
@@ -252,7 +278,8 @@ class StepTimer:
                 pauses[kind] = pauses.get(kind, 0.0) + seconds
 
     def end_step(self, iteration: int) -> None:
-        """Count one step for the forecast. On a GPU the step may still run; the one before it has ended."""
+        """Count one step for the forecast. On a GPU the step may still run; the one before it has
+        ended."""
         end = self._mark(iteration)
         self._forecast.add(iteration, end.seconds - self._step.seconds, self._pauses_s)
         self._step, self._pauses_s = end, {}
@@ -268,26 +295,34 @@ class StepTimer:
         The caller has waited for the device (by reading the loss).
 
         Returns:
-            the part of the metrics record, and values for the log file only (`average_step_time_ms`,
-            `remaining_seconds`, `completion_date`). Both are empty without an iteration since the last lap.
+            the part of the metrics record, and values for the log file only
+            (`average_step_time_ms`, `remaining_seconds`, `completion_date`). Both are empty without
+            an iteration since the last lap.
         """
         if iteration <= self._lap.iteration:
             return {}, {}
         end = self._mark(iteration)
         self._laps += 1
-        if self._laps == 2:  # the first lap includes compilation and allocation and would spoil the mean
+        if (
+            self._laps == 2
+        ):  # the first lap includes compilation and allocation and would spoil the mean
             self._run = self._lap
         record = self._rates_between(self._lap, end)
         record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
         self._lap, self._lap_pauses_s = end, {}
         average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
         more: JsonObject = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
-        with contextlib.suppress(OverflowError, KeyError):  # a completion date beyond the year 9999 is left out
-            more["completion_date"] = (now or datetime.now()) + timedelta(seconds=more["remaining_seconds"])
+        with contextlib.suppress(
+            OverflowError, KeyError
+        ):  # a completion date beyond the year 9999 is left out
+            more["completion_date"] = (now or datetime.now()) + timedelta(
+                seconds=more["remaining_seconds"]
+            )
         return record, more
 
     def glance(self, iteration: int) -> Numbers:
-        """Return the console's numbers: rates since the last glance, and the time left. The lap continues."""
+        """Return the console's numbers: rates since the last glance, and the time left. The lap
+        continues."""
         before, self._glance = self._glance, self._mark(iteration)
         return {**self._rates_between(before, self._glance), **self._remaining(iteration)}
 

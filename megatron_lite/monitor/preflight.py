@@ -1,8 +1,9 @@
 """--preflight: measure every machine and link before a long run, and name the odd one.
 
-Every rank reports its versions and clock, and multiplies matrices whose product is known to the bit. In each group that
-the run uses, neighbours exchange a buffer. A link is slow compared with the other links of its kind (between machines,
-or within one), with itself at an earlier start on the same machines, or with any network.
+Every rank reports its versions and clock, and multiplies matrices whose product is known to the
+bit. In each group that the run uses, neighbours exchange a buffer. A link is slow compared with the
+other links of its kind (between machines, or within one), with itself at an earlier start on the
+same machines, or with any network.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from megatron_lite.distributed.agreement import raise_first
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.processes import own_place
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.errors import LinkError, NumericsError, RunError, StorageError, UsageError, shorten
+from megatron_lite.errors import (
+    LinkError,
+    NumericsError,
+    RunError,
+    StorageError,
+    UsageError,
+    shorten,
+)
 from megatron_lite.monitor.logging import MIB, get_logger
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import aligned
@@ -54,13 +62,16 @@ class Facts(NamedTuple):
     links: list[tuple[int, float]]  # ranks and MB/s
 
 
-def preflight(distributed: Distributed, dtype: torch.dtype, folder: Path | None, lack: str | None) -> None:
+def preflight(
+    distributed: Distributed, dtype: torch.dtype, folder: Path | None, lack: str | None
+) -> None:
     """Measure, log a table, and write the figures into `folder`; all ranks call this together.
 
-    dtype: of the product. folder: the artifacts of this start. lack: on rank 0, which space is missing for checkpoints.
+    dtype: of the product. folder: the artifacts of this start. lack: on rank 0, which space is
+    missing for checkpoints.
 
-    Raises: on every rank, naming each odd one: UsageError for versions, NumericsError for a product, LinkError for a
-        link or a clock, StorageError for space.
+    Raises: on every rank, naming each odd one: UsageError for versions, NumericsError for a
+        product, LinkError for a link or a clock, StorageError for space.
     """
     distributed.progress.enter("the preflight")
     device = distributed.device
@@ -68,22 +79,37 @@ def preflight(distributed: Distributed, dtype: torch.dtype, folder: Path | None,
     clock_s = _clock_s(distributed)
     is_right, tflops = multiply(device, dtype)
     links = _links(distributed)
-    measured = Facts(place.host, f"{place.host} {place.machine}", _versions(device), clock_s, is_right, tflops, links)
+    measured = Facts(
+        place.host,
+        f"{place.host} {place.machine}",
+        _versions(device),
+        clock_s,
+        is_right,
+        tflops,
+        links,
+    )
     ranks = [Facts(*values) for values in distributed.gather_objects(measured)]
     failure = None
     if distributed.rank == 0:
         speeds = {
-            (min(rank, peer), max(rank, peer)): speed for rank, facts in enumerate(ranks) for peer, speed in facts.links
+            (min(rank, peer), max(rank, peer)): speed
+            for rank, facts in enumerate(ranks)
+            for peer, speed in facts.links
         }
         for line in table(ranks, speeds):
             get_logger().info("%s", line)
-        earlier = {} if folder is None else _record(folder, [facts.machine for facts in ranks], speeds)
-        failure = failure_of([*problems(ranks, speeds, earlier), *([(StorageError, lack)] if lack else [])])
+        earlier = (
+            {} if folder is None else _record(folder, [facts.machine for facts in ranks], speeds)
+        )
+        failure = failure_of(
+            [*problems(ranks, speeds, earlier), *([(StorageError, lack)] if lack else [])]
+        )
     raise_first(distributed, failure)
     get_logger().info("preflight: all checks passed")
 
 
-# -- measure ------------------------------------------------------------------------------------------------------
+# -- measure
+# ------------------------------------------------------------------------------------------------------
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -103,8 +129,8 @@ def _versions(device: torch.device) -> dict[str, str]:
 def multiply(device: torch.device, dtype: torch.dtype) -> tuple[bool, float]:
     """Return whether two products are right to the bit, and the TFLOP/s of the second.
 
-    Entries are -1, 0 and 1, with so few others than 0 in a row that every sum of some of them is a whole number up to
-    256, which each dtype holds exactly, in whatever order a library sums.
+    Entries are -1, 0 and 1, with so few others than 0 in a row that every sum of some of them is a
+    whole number up to 256, which each dtype holds exactly, in whatever order a library sums.
     """
     tiles = 16 if device.type == "cuda" else 1  # 8,192 rows
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +156,8 @@ def _finish(device: torch.device) -> None:
 
 
 def _clock_s(distributed: Distributed) -> float:
-    """Return how far this rank's clock is ahead of rank 0's; ranks leave a barrier at about the same time."""
+    """Return how far this rank's clock is ahead of rank 0's; ranks leave a barrier at about the
+    same time."""
     offsets_s = []
     for _ in range(REPEATS):
         distributed.barrier()
@@ -140,9 +167,12 @@ def _clock_s(distributed: Distributed) -> float:
 
 
 def _links(distributed: Distributed) -> list[tuple[int, float]]:
-    """Exchange a buffer with both neighbours in each group, pair by pair; return their ranks and MB/s each way."""
+    """Exchange a buffer with both neighbours in each group, pair by pair; return their ranks and
+    MB/s each way."""
     device = distributed.device
-    own, other = (torch.zeros(BUFFER_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2))
+    own, other = (
+        torch.zeros(BUFFER_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2)
+    )
     found = []
     with distributed.traffic.paused():
         for group in distributed.groups:
@@ -151,12 +181,15 @@ def _links(distributed: Distributed) -> list[tuple[int, float]]:
             for pairs in _turns(group.world_size):
                 distributed.barrier()
                 for peer in (sum(pair) - group.rank for pair in pairs if group.rank in pair):
-                    found.append((members[peer], own.nbytes / 1e6 / _exchange_s(group, own, other, peer)))
+                    found.append(
+                        (members[peer], own.nbytes / 1e6 / _exchange_s(group, own, other, peer))
+                    )
     return found
 
 
 def _turns(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours around a ring of this size, in turns in which no rank has two."""
+    """Return the pairs of neighbours around a ring of this size, in turns in which no rank has
+    two."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)]
     return [turn for turn in (pairs[::2], pairs[1::2], [(0, size - 1)] if size > 2 else []) if turn]
 
@@ -172,7 +205,8 @@ def _exchange_s(group: Group, own: torch.Tensor, other: torch.Tensor, peer: int)
     return min(times_s[1:])
 
 
-# -- judge --------------------------------------------------------------------------------------------------------
+# -- judge
+# --------------------------------------------------------------------------------------------------------
 
 
 def _is_between(ranks: Sequence[Facts], pair: tuple[int, int]) -> bool:
@@ -187,47 +221,74 @@ def table(ranks: Sequence[Facts], links: Links) -> list[str]:
         own = [rank for rank, facts in enumerate(ranks) if facts.machine == machine]
         clock_s = max((ranks[rank].clock_s for rank in own), key=abs)
         product = "right" if all(ranks[rank].is_right for rank in own) else "WRONG"
-        slowest = min(((speed, pair) for pair, speed in links.items() if {*pair} & {*own}), default=None)
-        link = "-" if slowest is None else f"{slowest[0]:,.0f} MB/s, ranks {slowest[1][0]} and {slowest[1][1]}"
+        slowest = min(
+            ((speed, pair) for pair, speed in links.items() if {*pair} & {*own}), default=None
+        )
+        link = (
+            "-"
+            if slowest is None
+            else f"{slowest[0]:,.0f} MB/s, ranks {slowest[1][0]} and {slowest[1][1]}"
+        )
         tflops = min(ranks[rank].tflops for rank in own)
         shown = f"{own[0]}" if len(own) == 1 else f"{own[0]} to {own[-1]}"
-        rows.append((ranks[own[0]].host, shown, f"{clock_s:+.3f} s", product, f"{tflops:,.3g}", link))
+        rows.append(
+            (ranks[own[0]].host, shown, f"{clock_s:+.3f} s", product, f"{tflops:,.3g}", link)
+        )
     return aligned(rows)
 
 
-def problems(ranks: Sequence[Facts], links: Links, earlier: Links) -> Iterator[tuple[type[RunError], str]]:
-    """Yield each problem with the kind of its error. earlier: links at an earlier start on the same machines."""
+def problems(
+    ranks: Sequence[Facts], links: Links, earlier: Links
+) -> Iterator[tuple[type[RunError], str]]:
+    """Yield each problem with the kind of its error. earlier: links at an earlier start on the same
+    machines."""
     for name in ranks[0].versions:
         found: dict[str, list[str]] = {}
         for rank, facts in enumerate(ranks):
             found.setdefault(facts.versions[name], []).append(f"{rank} ({facts.host})")
         if len(found) > 1:
             odd_first = sorted(found.items(), key=lambda item: len(item[1]))
-            places = "; ".join(f"{version} on rank {shorten(where, 3)}" for version, where in odd_first)
+            places = "; ".join(
+                f"{version} on rank {shorten(where, 3)}" for version, where in odd_first
+            )
             yield UsageError, f"{name} differs, {places}: install the same on all machines"
     for rank, facts in enumerate(ranks):
         if not facts.is_right:
-            yield NumericsError, f"rank {rank} on {facts.host} multiplies wrongly: take the device out of service"
+            yield (
+                NumericsError,
+                f"rank {rank} on {facts.host} multiplies wrongly: take the device out of service",
+            )
     usual_s = statistics.median_low(facts.clock_s for facts in ranks)
     for host, clock_s in {facts.host: facts.clock_s - usual_s for facts in ranks}.items():
         if abs(clock_s) > LARGEST_SKEW_S:
             side = "ahead" if clock_s > 0 else "behind"
-            yield LinkError, f"the clock of {host} is {abs(clock_s):.1f} s {side}; let it follow a time server"
+            yield (
+                LinkError,
+                f"the clock of {host} is {abs(clock_s):.1f} s {side}; let it follow a time server",
+            )
     slow = dict(_slow(ranks, links, earlier))
     shared = Counter(itertools.chain(*slow)).most_common(1)
     if shared and shared[0][1] > 1:
         rank, count = shared[0]
-        yield LinkError, f"{count} of {len(slow)} slow links lead to rank {rank} on {ranks[rank].host}"
+        yield (
+            LinkError,
+            f"{count} of {len(slow)} slow links lead to rank {rank} on {ranks[rank].host}",
+        )
     for pair, text in slow.items():
         places = " and ".join(f"rank {rank} on {ranks[rank].host}" for rank in pair)
         yield LinkError, f"the link of {places} is slow: {links[pair]:,.1f} MB/s, {text}"
 
 
-def _slow(ranks: Sequence[Facts], links: Links, earlier: Links) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the slow links, and compared with what. Links of CPUs within a machine rest on what else it does."""
+def _slow(
+    ranks: Sequence[Facts], links: Links, earlier: Links
+) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield the slow links, and compared with what. Links of CPUs within a machine rest on what
+    else it does."""
     on_gpus = any("GPU" in facts.versions for facts in ranks)
     for is_between, kind in ((True, "between machines"), (False, "within a machine")):
-        alike = {pair: speed for pair, speed in links.items() if _is_between(ranks, pair) == is_between}
+        alike = {
+            pair: speed for pair, speed in links.items() if _is_between(ranks, pair) == is_between
+        }
         compared = is_between or on_gpus
         usual = statistics.median(alike.values()) if compared and len(alike) > 2 else 0.0
         for pair, speed in alike.items():
@@ -246,16 +307,22 @@ def failure_of(found: Sequence[tuple[type[RunError], str]]) -> RunError | None:
 
 
 def _record(folder: Path, machines: list[str], links: Links) -> Links:
-    """Write this start's figures into its folder; return the links at the latest start that had the same machines."""
+    """Write this start's figures into its folder; return the links at the latest start that had the
+    same machines."""
     earlier: Links = {}
     starts = folder.parent.parent.glob(f"*/{folder.name}/{FILE_NAME}")
     for path in sorted(starts, key=lambda path: path.stat().st_mtime, reverse=True):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged file compares nothing
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # a damaged file compares nothing
             record = json.loads(path.read_bytes())
             if record["machines"] == machines:
                 earlier = {(low, high): float(mb_per_s) for low, high, mb_per_s in record["links"]}
                 break
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"machines": machines, "links": [[*pair, mb_per_s] for pair, mb_per_s in links.items()]}
+    record = {
+        "machines": machines,
+        "links": [[*pair, mb_per_s] for pair, mb_per_s in links.items()],
+    }
     replace_file(folder / FILE_NAME, json.dumps(record).encode())
     return earlier

@@ -1,7 +1,8 @@
-"""A step's order as a line, as text and as a picture: ranks of the pipeline as rows, time to the right, bubbles empty.
+"""A step's order as a line, as text and as a picture: ranks of the pipeline as rows, time to the
+right, bubbles empty.
 
-Times are those that the schedule was made with (`planner/durations.py`); without a pipeline, all passes take equally
-long. Upper and lower case tell the chunks of a rank apart.
+Times are those that the schedule was made with (`planner/durations.py`); without a pipeline, all
+passes take equally long. Upper and lower case tell the chunks of a rank apart.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Pa
 
 
 class DrawnStep:
-    """The largest batch's step, simulated once. rows: the bars of each rank. unit: duration of most forward passes."""
+    """The largest batch's step, simulated once. rows: the bars of each rank. unit: duration of most
+    forward passes."""
 
     def __init__(self, order: Order, batch: BatchConfig) -> None:
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
@@ -99,7 +101,9 @@ class DrawnStep:
         duration = self.timeline.duration
         width = min(MOST_PIXELS, PIXELS * duration / self.unit)
         size = f"{LEFT + max(width, 900):.0f} {ROW * (len(self.rows) + 1)}"
-        shapes = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>']
+        shapes = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{STYLE}</style>'
+        ]
         shapes.append(f'<text x="4" y="18">{self.describe()}; {LEGEND}</text>')
         for rank, bars in enumerate(self.rows):
             top = ROW * (rank + 1)

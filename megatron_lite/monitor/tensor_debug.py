@@ -1,8 +1,9 @@
 """Tensors in the log, to find where a run goes wrong: --debug_layer_outputs and its siblings.
 
-Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0 alone logs; with a
-pipeline, the first rank of each pipeline rank logs those of its stages.
-Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps cost nothing extra.
+Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0
+alone logs; with a pipeline, the first rank of each pipeline rank logs those of its stages.
+Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps
+cost nothing extra.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ LEVELS = tuple(
 
 
 class CopyCheck:
-    """--debug_tensor_parallel: compares, bit by bit, what the ranks of a tensor-parallel group must hold alike.
+    """--debug_tensor_parallel: compares, bit by bit, what the ranks of a tensor-parallel group must
+    hold alike.
 
-    Weights and reduced gradients are compared on the shards, where several ranks have copies; layer outputs and the
-    gradients of layer inputs unless the ranks split their tokens. All ranks take part, in the same order.
+    Weights and reduced gradients are compared on the shards, where several ranks have copies; layer
+    outputs and the gradients of layer inputs unless the ranks split their tokens. All ranks take
+    part, in the same order.
 
     splits_tokens: each rank has the hidden states of some of the tokens.
     """
 
-    def __init__(self, distributed: Distributed, logger: logging.Logger, splits_tokens: bool) -> None:
+    def __init__(
+        self, distributed: Distributed, logger: logging.Logger, splits_tokens: bool
+    ) -> None:
         self._distributed = distributed
         self._logger = logger
         self._splits_tokens = splits_tokens
@@ -60,7 +65,8 @@ class CopyCheck:
         self._compare(name, copies, tuple(range(len(copies))))
 
     def shard(self, what: str, replicas: Replicas | None, shard: Tensor) -> None:
-        """Compare the elements of a shard that several ranks have. what: "init", "gradient" or "update"."""
+        """Compare the elements of a shard that several ranks have. what: "init", "gradient" or
+        "update"."""
         if replicas is None or not replicas.copied:
             return
         own = torch.cat([shard[tile.offset : tile.end] for tile in replicas.copied])
@@ -76,12 +82,22 @@ class CopyCheck:
         everyone, counts = zip(*self._distributed.gather_objects([found, compared]), strict=True)
         if self._distributed.rank != 0:
             return
-        compared = sum(counts[rank] for rank, place in enumerate(self._distributed.places) if place[1:] == (0, 0))
+        compared = sum(
+            counts[rank]
+            for rank, place in enumerate(self._distributed.places)
+            if place[1:] == (0, 0)
+        )
         for rank, lines in enumerate(everyone):
             for line in lines:
-                self._logger.error("%s | MISMATCH %s, between rank %d and its group", phase, line, rank)
+                self._logger.error(
+                    "%s | MISMATCH %s, between rank %d and its group", phase, line, rank
+                )
         if not any(everyone):
-            self._logger.info("%s | the copies of %d tensors are equal in all tensor-parallel groups", phase, compared)
+            self._logger.info(
+                "%s | the copies of %d tensors are equal in all tensor-parallel groups",
+                phase,
+                compared,
+            )
 
     def _compare(self, name: str, copies: Tensor, holders: tuple[int, ...]) -> None:
         """Compare the copies, (ranks, ...), of these ranks of the group."""
@@ -113,15 +129,18 @@ def open_debugger(
         return None
     micro_batches = config.batch.sequential_micro_batches or 1
     split_length = config.batch.sequence_length if splits_tokens else None
-    return TensorDebugger(run, logger, distributed, levels, artifacts, micro_batches, split_length, copies)
+    return TensorDebugger(
+        run, logger, distributed, levels, artifacts, micro_batches, split_length, copies
+    )
 
 
 @dataclass(eq=False)
 class TensorDebugger:
     """Logs tensors inside `phase`; `attach` makes it the observer of the stages.
 
-    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the sequence length, if the
-    ranks of a tensor-parallel group split the tokens; None: each rank has all tokens.
+    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the
+    sequence length, if the ranks of a tensor-parallel group split the tokens; None: each rank has
+    all tokens.
     """
 
     config: RunConfig
@@ -144,7 +163,8 @@ class TensorDebugger:
 
     @contextlib.contextmanager
     def phase(self, name: str, micro_batches: int | None = None) -> Iterator[None]:
-        """Log tensors under this name ("init", "train_00003") inside the block, and write their file at its end."""
+        """Log tensors under this name ("init", "train_00003") inside the block, and write their
+        file at its end."""
         self._phase, self._entries = name, []
         self.micro_batches = micro_batches or self.micro_batches
         try:
@@ -164,17 +184,21 @@ class TensorDebugger:
         try:
             write_tensor_log(path, self._entries, about)
         except OSError as error:
-            self.logger.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
+            self.logger.warning(
+                "cannot write %s: %s; the run continues without it", path, error.strerror or error
+            )
         self._entries = []
 
-    # -- reported by the stages ------------------------------------------------------------------------------------
+    # -- reported by the stages
+    # ------------------------------------------------------------------------------------
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
         """Log the output of a layer: (b, s, h), or the summed loss, () (--debug_layer_outputs)."""
         self._layer(f"{name} fw", output, self.levels["debug_layer_outputs"], micro_batch)
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
-        """Log d loss / d input of a layer, (b, s, h); None if the input has no gradient (--debug_layer_gradients)."""
+        """Log d loss / d input of a layer, (b, s, h); None if the input has no gradient
+        (--debug_layer_gradients)."""
         self._layer(f"{name} bw", gradient, self.levels["debug_layer_gradients"], micro_batch)
 
     def _layer(self, name: str, tensor: Tensor | None, level: int, micro_batch: int) -> None:
@@ -189,19 +213,24 @@ class TensorDebugger:
             self.copies.layer(name, tensor)
         if level and tensor is not None:
             if self.config.debug_global_tensors:
-                tensor = self._joined(self.distributed.layers.gathered(tensor.detach().contiguous(), "debug"))
+                tensor = self._joined(
+                    self.distributed.layers.gathered(tensor.detach().contiguous(), "debug")
+                )
             self._log(name, tensor, level)
 
     def _joined(self, tensors: Tensor) -> Tensor:
-        """Join the tensors of all ranks of a stage, (ranks, ...): those of a tensor-parallel group are neighbours."""
+        """Join the tensors of all ranks of a stage, (ranks, ...): those of a tensor-parallel group
+        are neighbours."""
         if self.split_length is not None and tensors.dim() > 1:
             return tensors.view(-1, self.split_length, tensors.shape[-1])
         return join_ranks(tensors[:: self.distributed.tensor.world_size])  # equal within a group
 
-    # -- parameters and their gradients ---------------------------------------------------------------------------
+    # -- parameters and their gradients
+    # ---------------------------------------------------------------------------
 
     def parameters(self, model: Any, when: str) -> None:
-        """Log each parameter: "init", initial or loaded weights, or "update", after the optimizer's step.
+        """Log each parameter: "init", initial or loaded weights, or "update", after the optimizer's
+        step.
 
         See --debug_param_init and --debug_param_update.
         """
@@ -228,22 +257,35 @@ class TensorDebugger:
                 continue
             pieces = list(self._pieces(part.layout, part.grad_shard))
             if whole:
-                flat = torch.cat([part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)])
-                self._log(f"stage {stage} gradient shard{'s' if self.config.debug_global_tensors else ''}", flat, whole)
+                flat = torch.cat(
+                    [part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)]
+                )
+                self._log(
+                    f"stage {stage} gradient shard{'s' if self.config.debug_global_tensors else ''}",
+                    flat,
+                    whole,
+                )
             for name, tensor in pieces if each else ():
                 self._log(f"{name} gradient", tensor, each)
 
     def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
-        Global: full parameters, on the first rank only. Otherwise this rank's pieces, named by the indices of the
-        tensor-parallel rank and, if they are partial, by their bounds in its flattened part.
+        Global: full parameters, on the first rank only. Otherwise this rank's pieces, named by the
+        indices of the tensor-parallel rank and, if they are partial, by their bounds in its
+        flattened part.
         """
         if self.config.debug_global_tensors:
             ranks, size = self.distributed.layers, self.distributed.tensor.world_size
             shards = ranks.gathered(shard.detach(), "debug")
-            firsts = [size * layout.holder(number) for number in range(layout.world_size if ranks.rank == 0 else 0)]
-            flats = [torch.cat([shards[first + rank] for first in firsts]) for rank in range(size if firsts else 0)]
+            firsts = [
+                size * layout.holder(number)
+                for number in range(layout.world_size if ranks.rank == 0 else 0)
+            ]
+            flats = [
+                torch.cat([shards[first + rank] for first in firsts])
+                for rank in range(size if firsts else 0)
+            ]
             for slot in layout.slots if flats else ():
                 place = slice(slot.offset, slot.offset + slot.spec.padded_numel)
                 yield slot.spec.name, assembled(slot.spec, [flat[place] for flat in flats])
@@ -269,7 +311,8 @@ class TensorDebugger:
 
 
 def join_ranks(tensors: Tensor) -> Tensor:
-    """(ranks, b, ...) -> (ranks * b, ...), or add up scalars, (ranks,), which are sums over tokens (the loss)."""
+    """(ranks, b, ...) -> (ranks * b, ...), or add up scalars, (ranks,), which are sums over tokens
+    (the loss)."""
     return tensors.flatten(0, 1) if tensors.dim() > 1 else tensors.double().sum().to(tensors.dtype)
 
 
@@ -281,5 +324,7 @@ def memory_in_use(device: torch.device) -> str:
         return f"allocated {allocated / MIB:,.1f} MiB, reserved {reserved / MIB:,.1f} MiB"
     if pages := proc_file("self", "statm").split()[1:]:
         return f"resident set of the process {int(pages[0]) * os.sysconf('SC_PAGE_SIZE') / MIB:,.1f} MiB"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return f"largest resident set of the process so far {peak / MIB:,.1f} MiB"

@@ -1,8 +1,9 @@
 """Summaries of tensors logged for debugging, and the files that hold them.
 
-The level says how much is logged: 1 shape, dtype and device; 2 also statistics; from 3 on also 2**(level - 3) samples,
-spread evenly over the flattened tensor. A file is an ordinary safetensors file: samples by name, the rest as JSON in
-its metadata. `scripts/compare_tensor_logs.py` compares two files.
+The level says how much is logged: 1 shape, dtype and device; 2 also statistics; from 3 on also
+2**(level - 3) samples, spread evenly over the flattened tensor. A file is an ordinary safetensors
+file: samples by name, the rest as JSON in its metadata. `scripts/compare_tensor_logs.py` compares
+two files.
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ class TensorEntry(NamedTuple):
         if self.samples is not None:
             shown = " ".join(f"{value:.4e}" for value in self.samples[:SHOWN_SAMPLES].tolist())
             count = self.samples.numel()
-            parts.append(f"samples {shown}" + (f" ... ({count:,} in all)" if count > SHOWN_SAMPLES else ""))
+            parts.append(
+                f"samples {shown}" + (f" ... ({count:,} in all)" if count > SHOWN_SAMPLES else "")
+            )
         return " | ".join(parts)
 
 
 def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
-    """Summarize a floating-point tensor of any shape as far as `level` says; reads the device from level 2 on."""
+    """Summarize a floating-point tensor of any shape as far as `level` says; reads the device from
+    level 2 on."""
     flat = tensor.detach().reshape(-1)
     return TensorEntry(
         name=name,
@@ -84,15 +88,19 @@ def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
 
 
 def take_samples(flat: Tensor, count: int) -> Tensor:
-    """Return `count` elements of a tensor (n,), one from each of as many pieces, or all elements: fp32 on the CPU.
+    """Return `count` elements of a tensor (n,), one from each of as many pieces, or all elements:
+    fp32 on the CPU.
 
-    The position within the piece varies (multiples of the golden ratio, in integers). At equal distances all samples of
-    a matrix would come from one or two columns, because its width divides most distances.
+    The position within the piece varies (multiples of the golden ratio, in integers). At equal
+    distances all samples of a matrix would come from one or two columns, because its width divides
+    most distances.
     """
     count = min(count, flat.numel())
     index = torch.arange(count, device=flat.device)
     piece_numel = flat.numel() // max(count, 1)
-    positions = index * flat.numel() // max(count, 1) + (index * 40503 % 65536) * piece_numel // 65536
+    positions = (
+        index * flat.numel() // max(count, 1) + (index * 40503 % 65536) * piece_numel // 65536
+    )
     return flat[positions].float().cpu()
 
 
@@ -102,7 +110,8 @@ def canonical(chunk: Tensor) -> Tensor:
 
 
 def compute_statistics(flat: Tensor) -> Statistics:
-    """Return the statistics of a tensor (n,), n > 0, in two passes: a plain sum of squares would lose a small std."""
+    """Return the statistics of a tensor (n,), n > 0, in two passes: a plain sum of squares would
+    lose a small std."""
     chunks = flat.split(CHUNK_NUMEL)
     mean = torch.stack([chunk.double().sum() for chunk in chunks]).sum() / flat.numel()
     squares = torch.stack([(chunk.double() - mean).square().sum() for chunk in chunks])
@@ -125,9 +134,15 @@ def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[
     """
     entries = list(unique_names(entries))
     samples = {entry.name: entry.samples for entry in entries if entry.samples is not None}
-    metadata = {**about, "format": FORMAT, "entries": json.dumps([_to_json(entry) for entry in entries])}
+    metadata = {
+        **about,
+        "format": FORMAT,
+        "entries": json.dumps([_to_json(entry) for entry in entries]),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, save(samples, metadata))  # not `save_file`: it hides the file from the user's group
+    replace_file(
+        path, save(samples, metadata)
+    )  # not `save_file`: it hides the file from the user's group
 
 
 def read_tensor_log(path: Path) -> list[TensorEntry]:
@@ -140,7 +155,9 @@ def read_tensor_log(path: Path) -> list[TensorEntry]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise UsageError(f"{path} is not a tensor log of this program; write one with --save_tensor_logs=1")
+                raise UsageError(
+                    f"{path} is not a tensor log of this program; write one with --save_tensor_logs=1"
+                )
             samples = {name: file.get_tensor(name) for name in file.keys()}
         return [_from_json(fields, samples) for fields in json.loads(metadata["entries"])]
     except OSError as error:
@@ -148,22 +165,30 @@ def read_tensor_log(path: Path) -> list[TensorEntry]:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is damaged ({type(error).__name__}: {error}); run again to rewrite it") from None
+        raise UsageError(
+            f"{path} is damaged ({type(error).__name__}: {error}); run again to rewrite it"
+        ) from None
 
 
 def _to_json(entry: TensorEntry) -> dict[str, Any]:
     """Return everything but the samples; infinities, which JSON lacks, become text."""
     fields = {name: getattr(entry, name) for name in ("name", "shape", "dtype", "device", "level")}
     statistics = {} if entry.statistics is None else entry.statistics._asdict()
-    return fields | {name: value if math.isfinite(value) else str(value) for name, value in statistics.items()}
+    return fields | {
+        name: value if math.isfinite(value) else str(value) for name, value in statistics.items()
+    }
 
 
 def _from_json(fields: dict[str, Any], samples: dict[str, Tensor]) -> TensorEntry:
     numbers = {name: fields.pop(name) for name in Statistics._fields if name in fields}
-    numbers = {name: float(value) if isinstance(value, str) else value for name, value in numbers.items()}
+    numbers = {
+        name: float(value) if isinstance(value, str) else value for name, value in numbers.items()
+    }
     found = samples[fields["name"]] if fields["level"] >= 3 else None
     fields["shape"] = tuple(fields["shape"])
-    return TensorEntry(**fields, statistics=Statistics(**numbers) if numbers else None, samples=found)
+    return TensorEntry(
+        **fields, statistics=Statistics(**numbers) if numbers else None, samples=found
+    )
 
 
 def unique_names(entries: Sequence[TensorEntry]) -> Iterator[TensorEntry]:

@@ -1,16 +1,18 @@
-"""--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on the shards.
+"""--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on
+the shards.
 
-Each rank summarizes its slices of the parameters on its device, without elements that count on another rank. One gather
-at the end of the step joins the ranks; rank 0 reads the result and sends it to the trackers. Other steps do nothing.
-Results do not depend on the ZeRO stage: sums are in fp64, counts are exact.
+Each rank summarizes its slices of the parameters on its device, without elements that count on
+another rank. One gather at the end of the step joins the ranks; rank 0 reads the result and sends
+it to the trackers. Other steps do nothing. Results do not depend on the ZeRO stage: sums are in
+fp64, counts are exact.
 
     grads       before the update: summed over micro-batches and ranks, without the loss scale, before clipping
     params      the weights after the update
     updates     weights after minus weights before
     exp_avg...  the optimizer's state after the update, by its name
 
-Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time, in a buffer as large
-as the largest shard (4 bytes per element), which is allocated once.
+Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time,
+in a buffer as large as the largest shard (4 bytes per element), which is allocated once.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Updated = Callable[[Stage], None]
 Log = Callable[[Mapping[str, Any], "Watched"], None]
 SQUARED = "exp_avg_sq"  # optimizer state whose elements are squares
 _BIAS, _EXPONENTS = 127, 256  # of fp32
-# A histogram counts elements by sign and binary exponent: edges are powers of two on both sides of zero.
+# A histogram counts elements by sign and binary exponent: edges are powers of two on both sides of
+# zero.
 LOWEST, HIGHEST = -64, 16  # exponents of the smallest and largest edges
 SIDE = HIGHEST - LOWEST  # bins on each side of the one around zero
 BINS = 2 * SIDE + 1
@@ -57,7 +60,8 @@ class Summary(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Numbers of elements between fixed edges; the first and last bins include everything beyond the edges."""
+    """Numbers of elements between fixed edges; the first and last bins include everything beyond
+    the edges."""
 
     counts: Sequence[int]
     edges: Sequence[float]  # one more than counts
@@ -77,7 +81,9 @@ class Histogram(NamedTuple):
             "min": edges[0],
             "max": edges[-1],
             "num": sum(self.counts),
-            "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),  # roughly
+            "sum": sum(
+                count * middle for count, middle in zip(counts, middles, strict=True)
+            ),  # roughly
             "sum_squares": self.squares,
             "bucket_limit": edges[1:],
             "bucket": counts,
@@ -86,14 +92,16 @@ class Histogram(NamedTuple):
 
 @dataclass(frozen=True)
 class Watched:
-    """Statistics of one iteration by target, such as `grads` or `exp_avg`, then by parameter or layer."""
+    """Statistics of one iteration by target, such as `grads` or `exp_avg`, then by parameter or
+    layer."""
 
     parameters: Mapping[str, Mapping[str, Summary]]
     layers: Mapping[str, Mapping[str, Summary]] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, Histogram]] = field(default_factory=dict)
 
     def numbers(self) -> Iterator[tuple[str, float]]:
-        """Yield (tag, value): `watch/grads/norm/blocks.0.norm_1.weight`, `watch/grads/norm/layer/blocks.0`."""
+        """Yield (tag, value): `watch/grads/norm/blocks.0.norm_1.weight`,
+        `watch/grads/norm/layer/blocks.0`."""
         for prefix, targets in (("", self.parameters), ("layer/", self.layers)):
             for target, summaries in targets.items():
                 for name, summary in summaries.items():
@@ -107,16 +115,20 @@ class Watched:
                 yield f"watch/{target}/histogram/{name}", histogram
 
     def as_json(self) -> JsonObject:
-        """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON has no number."""
+        """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON
+        has no number."""
         found: JsonObject = {"statistics": Summary._fields}
         for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
             for target, by_name in targets.items():
-                rows = {name: [_short(value) for value in summary] for name, summary in by_name.items()}
+                rows = {
+                    name: [_short(value) for value in summary] for name, summary in by_name.items()
+                }
                 found.setdefault(key, {})[target] = rows
         for target, histograms in self.counts.items():
             edges = next(iter(histograms.values())).edges  # the same for all
             counts = {
-                name: dict(zip(("first", "counts"), one.trimmed(), strict=True)) for name, one in histograms.items()
+                name: dict(zip(("first", "counts"), one.trimmed(), strict=True))
+                for name, one in histograms.items()
             }
             found.setdefault("histograms", {})[target] = {"edges": edges, "counts": counts}
         return found
@@ -136,7 +148,8 @@ class Row(NamedTuple):
 
 @dataclass
 class TargetTable:
-    """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a target."""
+    """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a
+    target."""
 
     rows: dict[str, Row]  # by name of the parameter
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
@@ -149,15 +162,24 @@ class Watch:
     """
 
     def __init__(
-        self, config: Config, model: MultiStage, loss_scale: Tensor, distributed: Distributed, log: Log
+        self,
+        config: Config,
+        model: MultiStage,
+        loss_scale: Tensor,
+        distributed: Distributed,
+        log: Log,
     ) -> None:
         options, self._train_iters = config.tracking, config.training.train_iters
         self._options = options
         self._loss_scale = loss_scale
         self._distributed = distributed
         self._log = log
-        self._all_parts = {stage: stage.trainable for stage in model.all_stages if stage.trainable is not None}
-        self._parts = {stage: part for stage, part in self._all_parts.items() if stage in model.stages}
+        self._all_parts = {
+            stage: stage.trainable for stage in model.all_stages if stage.trainable is not None
+        }
+        self._parts = {
+            stage: part for stage, part in self._all_parts.items() if stage in model.stages
+        }
         self._bins = bin_places(distributed.device) if options.watch_histograms else None
         largest = max((part.layout.shard_numel for part in self._parts.values()), default=0)
         old = largest if "updates" in options.watch else 0
@@ -165,7 +187,8 @@ class Watch:
         self._tables: dict[str, TargetTable] = {}
 
     def follow(self, iteration: int, updated: Updated) -> Updated:
-        """Return the function for the optimizer to call after each stage: `updated`, with statistics in a watched step.
+        """Return the function for the optimizer to call after each stage: `updated`, with
+        statistics in a watched step.
 
         Call between the gradients and the update.
         """
@@ -198,13 +221,16 @@ class Watch:
         else:
             self._send(iteration)
 
-    # -- on the device ------------------------------------------------------------------------------------------------
+    # -- on the device
+    # ------------------------------------------------------------------------------------------------
 
     def _targets(self) -> Iterator[str]:
         """Yield the names of the targets; `opt_state` stands for every kind of optimizer state."""
         for target in self._options.watch:
             if target == "opt_state":
-                kinds = dict.fromkeys(kind for part in self._all_parts.values() for kind in part.kinds())
+                kinds = dict.fromkeys(
+                    kind for part in self._all_parts.values() for kind in part.kinds()
+                )
                 yield from (kind for kind in kinds if kind not in ("weights", "average"))
             else:
                 yield target
@@ -220,16 +246,24 @@ class Watch:
             for spec in (slot.spec for slot in part.layout.slots if part.has(target, slot.spec)):
                 rows[spec.name] = Row(len(rows), layers[spec.name], spec.numel)
         width = 3 if self._bins is None else 3 + BINS
-        return TargetTable(rows, torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device))
+        return TargetTable(
+            rows,
+            torch.zeros(len(rows), width, dtype=torch.float64, device=self._distributed.device),
+        )
 
     def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
-        """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the shard in a slice."""
+        """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the
+        shard in a slice."""
         table, rank = self._tables[target], self._distributed.data.rank
         for slot, start, end in part.layout.pieces(rank):
             first = slot.offset + start - part.layout.start(rank)
             counted = part.counted(first, first + end - start)
             if counted and (row := table.rows.get(slot.spec.name)) is not None:
-                cut = (bounds for low, high in counted for bounds in chunk_bounds(table.values, low, high))
+                cut = (
+                    bounds
+                    for low, high in counted
+                    for bounds in chunk_bounds(table.values, low, high)
+                )
                 table.values[row.place] = summarize(map(read, cut), target == SQUARED, self._bins)
 
     def _keep_weights(self, part: FlatShard) -> None:
@@ -243,7 +277,8 @@ class Watch:
         old = self._old[bounds]
         return torch.sub(part.weights.read(bounds), old, out=old)
 
-    # -- over the ranks -----------------------------------------------------------------------------------------------
+    # -- over the ranks
+    # -----------------------------------------------------------------------------------------------
 
     def _send(self, iteration: int) -> None:
         """Gather the results of all ranks, and log them on rank 0."""
@@ -266,10 +301,11 @@ class Watch:
 
 
 def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:
-    """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64; reads no device.
+    """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64;
+    reads no device.
 
-    wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to append a histogram, so
-    that the result is (3 + BINS,).
+    wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to
+    append a histogram, so that the result is (3 + BINS,).
     """
     squares = []
     largest = []
@@ -278,14 +314,21 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
     for chunk in chunks:
         on_cpu = chunk.device.type == "cpu"
         in_fp32 = on_cpu and not wide  # rows at a time
-        squares.append(squared_norm(chunk) if in_fp32 else vector_norm(chunk, dtype=torch.float64).square())
+        squares.append(
+            squared_norm(chunk) if in_fp32 else vector_norm(chunk, dtype=torch.float64).square()
+        )
         largest.append(torch.stack(torch.aminmax(chunk)).abs().amax())
         zeros.append(chunk.numel() - torch.count_nonzero(chunk))
         if bins is not None:
             width = 2 * _EXPONENTS
             upper = (chunk.float().view(torch.int32) >> 23) & (width - 1)  # sign and exponent
-            # A GPU's bincount reads its largest number on the host; a CPU has no histc for integers.
-            counts.append(torch.bincount(upper, minlength=width) if on_cpu else torch.histc(upper, width, 0, width))
+            # A GPU's bincount reads its largest number on the host; a CPU has no histc for
+            # integers.
+            counts.append(
+                torch.bincount(upper, minlength=width)
+                if on_cpu
+                else torch.histc(upper, width, 0, width)
+            )
     parts = (torch.stack(squares).sum(), torch.stack(largest).amax(), torch.stack(zeros).sum())
     summary = torch.stack([part.double() for part in parts])
     if bins is None:
@@ -295,17 +338,22 @@ def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tens
 
 
 def bin_places(device: torch.device) -> Tensor:
-    """Return the bin of each sign and exponent, (512,) int64: infinities and NaN count as the largest numbers."""
+    """Return the bin of each sign and exponent, (512,) int64: infinities and NaN count as the
+    largest numbers."""
     exponent = torch.arange(_EXPONENTS, device=device) - _BIAS
     distance = (exponent - LOWEST + 1).clamp_(0, SIDE)
     return torch.cat([SIDE + distance, SIDE - distance])
 
 
-# -- on the host ------------------------------------------------------------------------------------------------------
+# -- on the host
+# ------------------------------------------------------------------------------------------------------
 
 
-def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) -> tuple[dict[str, float], Watched]:
-    """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads the device).
+def results(
+    tables: Mapping[str, TargetTable], scale: float, per_layer: bool
+) -> tuple[dict[str, float], Watched]:
+    """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads
+    the device).
 
     scale: factor on the gradients. per_layer: also the statistics of each layer.
     """
@@ -336,12 +384,17 @@ def results(tables: Mapping[str, TargetTable], scale: float, per_layer: bool) ->
 
 
 def summarize_groups(values: Tensor, numels: Tensor, groups: Sequence[str]) -> dict[str, Summary]:
-    """Summarize the rows of each group together. values: as of a `TargetTable`. numels: (rows,) fp64."""
+    """Summarize the rows of each group together. values: as of a `TargetTable`. numels: (rows,)
+    fp64."""
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     index = torch.tensor([places[group] for group in groups])
-    sums = values.new_zeros(len(places), 3).index_add_(0, index, torch.stack([values[:, 0], values[:, 2], numels], 1))
+    sums = values.new_zeros(len(places), 3).index_add_(
+        0, index, torch.stack([values[:, 0], values[:, 2], numels], 1)
+    )
     squares, zeros, numel = sums.unbind(1)
-    largest = torch.zeros_like(numel).scatter_reduce_(0, index, values[:, 1], "amax")  # NaN, if there is one
+    largest = torch.zeros_like(numel).scatter_reduce_(
+        0, index, values[:, 1], "amax"
+    )  # NaN, if there is one
     columns = (squares.sqrt(), (squares / numel).sqrt(), largest, zeros / numel)
     rows = torch.stack(columns, 1).tolist()
     return {group: Summary(*row) for group, row in zip(places, rows, strict=True)}

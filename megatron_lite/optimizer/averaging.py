@@ -1,17 +1,19 @@
-"""Running averages of the weights, on the shards; evaluated and exported in addition to or instead of the weights.
+"""Running averages of the weights, on the shards; evaluated and exported in addition to or instead
+of the weights.
 
     ema:             a = beta * a + (1 - beta) * w                         a starts at the first weights
     ema_decay_sqrt:  a = a + (s_t / S_t) * (w - a)                         S_t = s_0 + ... + s_t
                      s_t = 1 - beta                                        before update t = `ema_switch_iter`
                      s_t = 1 - sqrt(min((t - switch) / decay_iters, 1))    from then on
 
-w: the weights after update t = 0, 1, ... since averaging began, including dropped updates. The formulas are Levanter's
-`EmaModelAveraging` and `EmaDecaySqrtModelAveraging` (stanford-crfm/levanter, optim/model_averaging.py). The second is
-the plain mean of all weights up to the switch, then favours the weights just after it, and stops changing when the
-decay ends (for runs whose learning rate also decays); its first update overwrites the initial value.
+w: the weights after update t = 0, 1, ... since averaging began, including dropped updates. The
+formulas are Levanter's `EmaModelAveraging` and `EmaDecaySqrtModelAveraging`
+(stanford-crfm/levanter, optim/model_averaging.py). The second is the plain mean of all weights up
+to the switch, then favours the weights just after it, and stops changing when the decay ends (for
+runs whose learning rate also decays); its first update overwrites the initial value.
 
-The coefficient of the newest weights is a number on the host. Each average is updated in one pass, in fp32 at any
-training dtype, without reading the device.
+The coefficient of the newest weights is a number on the host. Each average is updated in one pass,
+in fp32 at any training dtype, without reading the device.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def weight_in_sum(config: AveragingConfig, update: int) -> float:
 
 
 def _pieces(part: FlatShard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (average, weights) in fp32, (n,) each: the whole shard, or chunks of a shard with split master weights."""
+    """Yield (average, weights) in fp32, (n,) each: the whole shard, or chunks of a shard with split
+    master weights."""
     if part.average is None:
         return
     for bounds in [ALL] if part.weights.master is not None else chunk_bounds(part.average):

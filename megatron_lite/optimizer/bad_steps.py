@@ -1,4 +1,5 @@
-"""Texts about dropped updates, as the host reads them from the device; `guards.py` drops them there."""
+"""Texts about dropped updates, as the host reads them from the device; `guards.py` drops them
+there."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class Words(NamedTuple):
     def describe(self, step: BadStep) -> str:
         """Return text such as `iteration 123: gradient norm 41.2 above 3.1 (mean + 6 sd)`."""
         problems = []
-        for name, number, limit in zip(("loss", "gradient norm"), step.numbers, step.limits, strict=True):
+        for name, number, limit in zip(
+            ("loss", "gradient norm"), step.numbers, step.limits, strict=True
+        ):
             if not math.isfinite(number):
                 problems.append(f"{name} {number}")
             elif number > limit:
@@ -83,10 +86,11 @@ class Words(NamedTuple):
         )
 
     def hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
-        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None if it can.
+        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None
+        if it can.
 
-        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more than half of its
-        updates in a row.
+        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more
+        than half of its updates in a row.
         """
         most, half = self.config.max_consecutive_bad_steps, self.train_iters // 2
         if bad < min(most, half + 1):
@@ -110,5 +114,9 @@ class Words(NamedTuple):
     def ending(self, streak: int, last: BadStep) -> str:
         """Return the end of the last line of a run whose last updates were dropped."""
         updates = f"{streak} updates were" if streak > 1 else "update was"
-        weights = f"of iteration {last.iteration - streak}" if last.iteration > streak else "that it started with"
+        weights = (
+            f"of iteration {last.iteration - streak}"
+            if last.iteration > streak
+            else "that it started with"
+        )
         return f", but the last {updates} dropped ({self.describe(last)}): the weights are those {weights}"

@@ -1,11 +1,13 @@
-"""Delayed scales of 8-bit factors (--fp8=delayed): from the largest magnitudes of earlier iterations.
+"""Delayed scales of 8-bit factors (--fp8=delayed): from the largest magnitudes of earlier
+iterations.
 
     scale = 1 / (largest number of the format / largest magnitude of the last --amax_history_length iterations)
 
-It is 1 in the first iteration, and stays as it is while all magnitudes are 0 (Micikevicius et al. 2022, section 4; as
-in Levanter). A magnitude is the largest of all ranks and micro-batches of an iteration, so no layout changes a scale.
-One that is not finite does not count. A frozen weight's counts in each iteration, though its products do not use this
-scale, and only some layouts round it again: so the scale is there when the layer is thawed.
+It is 1 in the first iteration, and stays as it is while all magnitudes are 0 (Micikevicius et al.
+2022, section 4; as in Levanter). A magnitude is the largest of all ranks and micro-batches of an
+iteration, so no layout changes a scale. One that is not finite does not count. A frozen weight's
+counts in each iteration, though its products do not use this scale, and only some layouts round it
+again: so the scale is there when the layer is thawed.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ KINDS = 3  # input, weight, gradient
 
 
 class DelayedScales:
-    """The scales of all layers with 8-bit products, and the magnitudes that give them; every rank has those of all.
+    """The scales of all layers with 8-bit products, and the magnitudes that give them; every rank
+    has those of all.
 
     stages: of all pipeline ranks. length: iterations that count. world: all ranks.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int, world: Group) -> None:
-        self._layers = layers = eight_bit_of(cast(Any, layer) for stage in stages for layer in stage.layers)
+        self._layers = layers = eight_bit_of(
+            cast(Any, layer) for stage in stages for layer in stage.layers
+        )
         self._world, self._iterations = world, 0
         self._scales = torch.ones(len(layers), KINDS, device=world.device)
         self._seen = torch.zeros_like(self._scales)
@@ -40,13 +45,17 @@ class DelayedScales:
         recipe = layers[0].recipe
         numbers = (LARGEST[recipe.values], LARGEST[recipe.values], LARGEST[recipe.gradients])
         self._numbers = torch.tensor(numbers, device=world.device)
-        self._changing = torch.tensor([[True, not layer.frozen, True] for layer in layers], device=world.device)
+        self._changing = torch.tensor(
+            [[True, not layer.frozen, True] for layer in layers], device=world.device
+        )
         self._use(self._scales)
 
     def end_step(self) -> None:
         """Count this iteration's magnitudes, and compute the scales of the next one."""
         seen = self._world.largest(self._seen, "scale")
-        self._history[self._iterations % len(self._history)] = seen.where(seen.isfinite(), torch.zeros_like(seen))
+        self._history[self._iterations % len(self._history)] = seen.where(
+            seen.isfinite(), torch.zeros_like(seen)
+        )
         self._iterations += 1
         largest = self._history.amax(dim=0)
         self._use(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
@@ -57,14 +66,20 @@ class DelayedScales:
 
         Only magnitudes that may still become the largest are kept, each with its age in iterations.
         """
-        newest_first = np.roll(self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0)
-        newer = np.maximum.accumulate(np.concatenate([np.zeros_like(newest_first[:1]), newest_first[:-1]]))
+        newest_first = np.roll(
+            self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0
+        )
+        newer = np.maximum.accumulate(
+            np.concatenate([np.zeros_like(newest_first[:1]), newest_first[:-1]])
+        )
         state: JsonObject = {
             layer.name: [[scale, []] for scale in scales]
             for layer, scales in zip(self._layers, self._scales.tolist(), strict=True)
         }
         for age, place, kind in np.argwhere(newest_first > newer).tolist():
-            state[self._layers[place].name][kind][1].append([age, float(newest_first[age, place, kind])])
+            state[self._layers[place].name][kind][1].append(
+                [age, float(newest_first[age, place, kind])]
+            )
         return state
 
     def load_state(self, state: JsonObject) -> None:
@@ -81,7 +96,8 @@ class DelayedScales:
         self._history.copy_(history)
 
     def _use(self, scales: Tensor) -> None:
-        """Give layers their scales, (layers, KINDS): a new tensor, as what a layer has rounded keeps its scale."""
+        """Give layers their scales, (layers, KINDS): a new tensor, as what a layer has rounded
+        keeps its scale."""
         self._scales = scales
         for layer, own, seen in zip(self._layers, scales, self._seen, strict=True):
             layer.delayed = own, seen

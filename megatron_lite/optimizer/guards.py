@@ -1,8 +1,9 @@
 """Guards drop updates that are not finite or, with --skip_bad_steps, unusually large.
 
-A dropped update changes neither weights, moments nor Adam's count. The guard decides on the device from numbers summed
-over all ranks, so all ranks agree and the host reads nothing. The record of dropped updates stays on the device until a
-log line or a save reads it; checkpoints include it, so the log of a resumed run equals that of an uninterrupted one.
+A dropped update changes neither weights, moments nor Adam's count. The guard decides on the device
+from numbers summed over all ranks, so all ranks agree and the host reads nothing. The record of
+dropped updates stays on the device until a log line or a save reads it; checkpoints include it, so
+the log of a resumed run equals that of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,19 +21,30 @@ COUNTS = ("skipped", "nan", "new", "streak", "bad")
 
 
 class DroppedSteps:
-    """Counts of dropped steps on the device, the last dropped step, and the first one that must stop the run."""
+    """Counts of dropped steps on the device, the last dropped step, and the first one that must
+    stop the run."""
 
     def __init__(self, words: Words, device: torch.device) -> None:
         self._words = words
-        # skipped, nan: since the start of training; new: since the last log line; streak: consecutive; bad: steps of
-        # the streak that did not lower a dynamic loss scale
+        # skipped, nan: since the start of training; new: since the last log line; streak:
+        # consecutive; bad: steps of the streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self._last = torch.zeros(5, dtype=torch.float64, device=device)  # numbers, limits, iteration
-        self._fatal = torch.zeros((), dtype=torch.int64, device=device)  # steps of this start that must stop the run
+        self._last = torch.zeros(
+            5, dtype=torch.float64, device=device
+        )  # numbers, limits, iteration
+        self._fatal = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # steps of this start that must stop the run
         self._first_fatal = torch.zeros_like(self._last)
 
     def add(
-        self, iteration: int, numbers: Tensor, limits: Tensor, skipped: Tensor, bad: Tensor, fatal: Tensor | None
+        self,
+        iteration: int,
+        numbers: Tensor,
+        limits: Tensor,
+        skipped: Tensor,
+        bad: Tensor,
+        fatal: Tensor | None,
     ) -> None:
         """Count a step without reading the device.
 
@@ -56,7 +68,8 @@ class DroppedSteps:
         return Report(skipped, nan, new, reason, self.stop_reason())
 
     def suspect(self) -> BadStep | None:
-        """Return the first step that must stop the run, else the last one dropped since `close` (reads the device).
+        """Return the first step that must stop the run, else the last one dropped since `close`
+        (reads the device).
 
         None: no such step, or the loss scale is still being searched.
         """
@@ -77,12 +90,14 @@ class DroppedSteps:
         return int(self._counts[3])
 
     def ending(self) -> str:
-        """Return the addition to a run's last line if its last update was dropped (reads the device)."""
+        """Return the addition to a run's last line if its last update was dropped (reads the
+        device)."""
         streak = self.streak()
         return self._words.ending(streak, BadStep.read(self._last)) if streak else ""
 
     def state(self) -> JsonObject:
-        """Return the counts for a checkpoint (reads the device); no run saves after a step that must stop it."""
+        """Return the counts for a checkpoint (reads the device); no run saves after a step that
+        must stop it."""
         counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
         return {**counts, "last": [value.hex() for value in self._last.tolist()]}  # JSON has no NaN
 
@@ -91,7 +106,9 @@ class DroppedSteps:
         counts = [state[name] for name in COUNTS if name in state]
         counts += [state["streak"]] * (len(COUNTS) - len(counts))  # "bad" was added later
         self._counts.copy_(torch.tensor(counts))
-        self._last.copy_(torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64))
+        self._last.copy_(
+            torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64)
+        )
 
 
 class Verdict(NamedTuple):
@@ -104,32 +121,47 @@ class Verdict(NamedTuple):
 class Guard:
     """Judges each update, with the history of recent losses and norms.
 
-    --skip_bad_steps follows Levanter (skip_step.py): once half of the window is full, a step is bad if its loss or
-    gradient norm exceeds mean + sigma * std over the steps before it, including bad ones. Steps that are not finite are
-    also bad, but stay out of the window; in Levanter a NaN makes every step bad until the NaN leaves the window.
+    --skip_bad_steps follows Levanter (skip_step.py): once half of the window is full, a step is bad
+    if its loss or gradient norm exceeds mean + sigma * std over the steps before it, including bad
+    ones. Steps that are not finite are also bad, but stay out of the window; in Levanter a NaN
+    makes every step bad until the NaN leaves the window.
     """
 
     def __init__(
-        self, config: OptimizerConfig, dynamic_loss_scale: bool, device: torch.device, train_iters: int
+        self,
+        config: OptimizerConfig,
+        dynamic_loss_scale: bool,
+        device: torch.device,
+        train_iters: int,
     ) -> None:
         self._config, self._dynamic = config, dynamic_loss_scale
         self._usual: RollingStatistics | None = None
         if config.skip_bad_steps:
-            self._usual = RollingStatistics(config.skip_bad_steps_window, config.skip_bad_steps_sigma, device, width=2)
+            self._usual = RollingStatistics(
+                config.skip_bad_steps_window, config.skip_bad_steps_sigma, device, width=2
+            )
         self._no_limits = torch.full((2,), torch.inf, dtype=torch.float64, device=device)
         self.dropped = DroppedSteps(Words(config, dynamic_loss_scale, train_iters), device)
 
-    def judge(self, iteration: int, loss: Tensor, grad_norm: Tensor, scale_can_shrink: Tensor | None = None) -> Verdict:
+    def judge(
+        self,
+        iteration: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        scale_can_shrink: Tensor | None = None,
+    ) -> Verdict:
         """Judge a step and add it to the history.
 
         Args:
             iteration: counted from 1.
             loss: mean over the tokens of the global batch, () fp64.
             grad_norm: of the unscaled global gradient before clipping, () fp32.
-            scale_can_shrink: whether an overflow can still lower a dynamic loss scale, () bool; None: it cannot.
+            scale_can_shrink: whether an overflow can still lower a dynamic loss scale, () bool;
+            None: it cannot.
         """
         numbers = torch.stack([loss, grad_norm.double()])
-        # If the norm's square overflowed in fp32, the second moment would overflow too, and stay infinite.
+        # If the norm's square overflowed in fp32, the second moment would overflow too, and stay
+        # infinite.
         finite = torch.stack([loss, grad_norm.square().double()]).isfinite()
         limits, good = self._no_limits, finite
         if self._usual is not None:
@@ -138,9 +170,13 @@ class Guard:
             self._usual.add(numbers, finite.all())
         verdict = Verdict(~good.all(), ~finite[1])
         bad = verdict.skipped
-        if scale_can_shrink is not None:  # searching a loss scale is not a sign of divergence, however long it takes
+        if (
+            scale_can_shrink is not None
+        ):  # searching a loss scale is not a sign of divergence, however long it takes
             bad = bad & ~(scale_can_shrink & verdict.overflow & finite[0])
-        self.dropped.add(iteration, numbers, limits, verdict.skipped, bad, self._fatal(numbers, finite, good))
+        self.dropped.add(
+            iteration, numbers, limits, verdict.skipped, bad, self._fatal(numbers, finite, good)
+        )
         return verdict
 
     def _fatal(self, numbers: Tensor, finite: Tensor, good: Tensor) -> Tensor | None:
@@ -161,8 +197,8 @@ class Guard:
     def clipping_factor(self, grad_norm: Tensor) -> Tensor:
         """Return the factor, () and at most 1, that limits the gradient norm to --clip_grad.
 
-        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm equal to the maximum, or as in Levanter
-        (optax.clip_by_global_norm).
+        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm equal to the maximum,
+        or as in Levanter (optax.clip_by_global_norm).
         """
         clip = self._config.clip_grad
         if clip == 0:
@@ -172,10 +208,14 @@ class Guard:
 
     def state(self) -> JsonObject:
         """Return the history for a checkpoint (reads the device)."""
-        return {"usual": self._usual.state() if self._usual else [], "dropped": self.dropped.state()}
+        return {
+            "usual": self._usual.state() if self._usual else [],
+            "dropped": self.dropped.state(),
+        }
 
     def load_state(self, state: JsonObject) -> None:
-        """Restore `state`; an empty one restarts. From a longer window the newest values are kept."""
+        """Restore `state`; an empty one restarts. From a longer window the newest values are
+        kept."""
         if self._usual is not None:
             self._usual.load_state(state.get("usual", []))
         if state.get("dropped"):

@@ -11,8 +11,8 @@ from megatron_lite.config import JsonObject, OptimizerConfig
 class LossScale:
     """Factor on the loss: constant, or dynamic (fp16).
 
-    The dynamic scale is halved after `hysteresis` overflows and doubled after `loss_scale_window` good updates. An
-    overflow restarts the count of good updates; doubling restores the hysteresis.
+    The dynamic scale is halved after `hysteresis` overflows and doubled after `loss_scale_window`
+    good updates. An overflow restarts the count of good updates; doubling restores the hysteresis.
     """
 
     def __init__(self, config: OptimizerConfig, training_dtype: str, device: torch.device) -> None:
@@ -21,7 +21,9 @@ class LossScale:
         constant = 1.0 if config.loss_scale is None else config.loss_scale
         initial = config.initial_loss_scale if self.dynamic else constant
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int64, device=device)  # since the last change or overflow
+        self._good = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # since the last change or overflow
         self._patience = torch.full((), config.hysteresis, dtype=torch.int64, device=device)
 
     def can_shrink(self) -> Tensor:
@@ -36,7 +38,9 @@ class LossScale:
         self._good.add_(1).mul_(~overflow)
         grow = self._good >= config.loss_scale_window
         smaller = (self.scale / 2).clamp_(min=config.min_loss_scale)
-        self.scale.copy_(torch.where(shrink, smaller, torch.where(grow, self.scale * 2, self.scale)))
+        self.scale.copy_(
+            torch.where(shrink, smaller, torch.where(grow, self.scale * 2, self.scale))
+        )
         self._good.mul_(~grow)
         self._patience.masked_fill_(grow, config.hysteresis)
 

@@ -1,7 +1,8 @@
-"""An update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss scale.
+"""An update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss
+scale.
 
-The host reads no device value: clipping and unscaling are one factor inside the update, and a bad update is dropped on
-the device.
+The host reads no device value: clipping and unscaling are one factor inside the update, and a bad
+update is dropped on the device.
 """
 
 from __future__ import annotations
@@ -39,39 +40,70 @@ class Update(NamedTuple):
 
 
 class Optimizer:
-    """Optimizer of a rank's stages; updates their shards in place. all_stages: also of other pipeline ranks."""
+    """Optimizer of a rank's stages; updates their shards in place. all_stages: also of other
+    pipeline ranks."""
 
     def __init__(
-        self, config: Config, all_stages: Sequence[Stage], distributed: Distributed, kernels: Kernels = REFERENCES
+        self,
+        config: Config,
+        all_stages: Sequence[Stage],
+        distributed: Distributed,
+        kernels: Kernels = REFERENCES,
     ) -> None:
         self._config = config
         self._distributed = distributed
         self._triton = kernels.triton
         self._num_stages = len(all_stages)
-        self._stages = stages = [stage for stage in all_stages if any(part.has_memory for part in stage.parts)]
+        self._stages = stages = [
+            stage for stage in all_stages if any(part.has_memory for part in stage.parts)
+        ]
         self._indices = torch.tensor([stage.index for stage in stages], device=distributed.device)
-        trained = [Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None]
+        trained = [
+            Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None
+        ]
         self._trained = [each for each in trained if each.part.has_memory]
         self._rule = rule_of(config.optimizer)(config.optimizer, trained, distributed, kernels)
         self._averages = config.averaging.enabled
-        self.averaging = Averaging(config.averaging, [part for stage in stages for part in stage.parts])
-        self.loss_scale = LossScale(config.optimizer, config.distributed.training_dtype, distributed.device)
-        self.guard = Guard(config.optimizer, self.loss_scale.dynamic, distributed.device, config.training.train_iters)
+        self.averaging = Averaging(
+            config.averaging, [part for stage in stages for part in stage.parts]
+        )
+        self.loss_scale = LossScale(
+            config.optimizer, config.distributed.training_dtype, distributed.device
+        )
+        self.guard = Guard(
+            config.optimizer,
+            self.loss_scale.dynamic,
+            distributed.device,
+            config.training.train_iters,
+        )
         length = config.performance.amax_history_length
-        self._scales = DelayedScales(all_stages, length, distributed) if config.performance.fp8 == "delayed" else None
-        self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)  # Adam's t: good updates
+        self._scales = (
+            DelayedScales(all_stages, length, distributed)
+            if config.performance.fp8 == "delayed"
+            else None
+        )
+        self._updates = torch.zeros(
+            (), dtype=torch.float32, device=distributed.device
+        )  # Adam's t: good updates
 
     def step(
-        self, iteration: int, learning_rate: float, loss: Tensor, tokens: int, updated: Callable[[Stage], None]
+        self,
+        iteration: int,
+        learning_rate: float,
+        loss: Tensor,
+        tokens: int,
+        updated: Callable[[Stage], None],
     ) -> Update:
         """Update all stages from their gradient shards.
 
         Args:
             iteration: counted from 1.
-            loss: this rank's sum over its tokens, (); added over ranks together with the gradient norm. The ranks of a
-                tensor-parallel group have the same loss except for rounding; only the first rank's counts.
+            loss: this rank's sum over its tokens, (); added over ranks together with the gradient
+                norm. The ranks of a tensor-parallel group have the same loss except for rounding;
+                only the first rank's counts.
             tokens: tokens of the global batch that count in the loss.
-            updated: called after each stage, in stage order, so that its gather overlaps later updates.
+            updated: called after each stage, in stage order, so that its gather overlaps later
+            updates.
         """
         norm_squared, loss = self._sums_over_ranks(loss.double())
         scale = self.loss_scale.scale
@@ -105,10 +137,13 @@ class Optimizer:
     def _sums_over_ranks(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient's squared norm and the loss, () fp64 each, equal on all ranks.
 
-        Sums over a stage's shards, the stages of all pipeline ranks, and the ranks of a stage: P changes no bit.
+        Sums over a stage's shards, the stages of all pipeline ranks, and the ranks of a stage: P
+        changes no bit.
         """
         counted = [
-            [part.grad_shard[start:end] for start, end in part.counted()] if (part := stage.trainable) else []
+            [part.grad_shard[start:end] for start, end in part.counted()]
+            if (part := stage.trainable)
+            else []
             for stage in self._stages
         ]
         own = loss.new_zeros(self._num_stages + 1)
@@ -116,7 +151,9 @@ class Optimizer:
         if self._distributed.tensor.rank == 0:
             own[-1] = loss
         every = self._distributed.pipeline.sum_in_rank_order(own)
-        norm_squared, total = self._distributed.layers.sum_in_rank_order(torch.stack([every[:-1].sum(), every[-1]]))
+        norm_squared, total = self._distributed.layers.sum_in_rank_order(
+            torch.stack([every[:-1].sum(), every[-1]])
+        )
         return norm_squared, total
 
     def record(self) -> JsonObject:
@@ -144,7 +181,8 @@ class Optimizer:
             self._scales.load_state(state.get("scales", {}))
 
     def load_rule(self, state: JsonObject) -> None:
-        """Restore only Adam's count and the rule's state, which belong to the moments of another run.
+        """Restore only Adam's count and the rule's state, which belong to the moments of another
+        run.
 
         Loss scale and guards start fresh.
         """

@@ -1,8 +1,8 @@
 """Mean and spread of recent losses or norms, on the device.
 
-As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6, and no threshold
-before half of the window is full. Unlike in Levanter, callers can leave out a value that is not finite, which would
-make all later values look bad until it leaves the window.
+As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6,
+and no threshold before half of the window is full. Unlike in Levanter, callers can leave out a
+value that is not finite, which would make all later values look bad until it leaves the window.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ MINIMUM_STD = 1e-6
 class RollingStatistics:
     """The last `window` rows of `width` numbers.
 
-    Costs about a dozen operations on (window, width) elements per step. The host reads nothing. The newest row is
-    always last, so the sums do not depend on when a run was resumed.
+    Costs about a dozen operations on (window, width) elements per step. The host reads nothing. The
+    newest row is always last, so the sums do not depend on when a run was resumed.
     """
 
     def __init__(self, window: int, sigma: float, device: torch.device, width: int = 1) -> None:
         self._window, self._sigma = window, sigma
         self._needed = max(2, window // 2)
-        # (window, 1 + width): 1 if the row is filled, then its values; oldest first, empty rows zero.
+        # (window, 1 + width): 1 if the row is filled, then its values; oldest first, empty rows
+        # zero.
         self._rows = torch.zeros(window, 1 + width, dtype=torch.float64, device=device)
         self._one = torch.ones(1, dtype=torch.float64, device=device)
 
     def threshold(self) -> Tensor:
-        """Return mean + sigma * std of each number, (width,) fp64; infinite until half of the window is full."""
+        """Return mean + sigma * std of each number, (width,) fp64; infinite until half of the
+        window is full."""
         sums = self._rows.sum(0)
         count, mean = sums[:1], sums[1:] / sums[:1]
         deviations = (self._rows[:, 1:] - mean).mul_(self._rows[:, :1])
         std = torch.linalg.vector_norm(deviations, dim=0).div_(count.sqrt()).clamp_(min=MINIMUM_STD)
-        return torch.where(count >= self._needed, torch.add(mean, std, alpha=self._sigma), torch.inf)
+        return torch.where(
+            count >= self._needed, torch.add(mean, std, alpha=self._sigma), torch.inf
+        )
 
     def add(self, values: Tensor, when: Tensor) -> None:
         """Append `values`, (width,) fp64, and drop the oldest, if `when`, () bool, is true."""

@@ -1,1 +1,2 @@
-"""Outputs of a run as they fall due: log lines, evaluations and samples, checkpoints and exports, exit status."""
+"""Outputs of a run as they fall due: log lines, evaluations and samples, checkpoints and exports,
+exit status."""

@@ -1,8 +1,9 @@
-"""The folder written for a bad step: everything its replay needs, and the first tensor that was not finite.
+"""The folder written for a bad step: everything its replay needs, and the first tensor that was not
+finite.
 
-The device drops a bad update without telling the host, which learns of it at a log line or a save. The forward and
-backward passes of the step are then repeated, and every tensor is checked. They change no weight; their gradients
-overwrite those of the newest step, which are no longer needed.
+The device drops a bad update without telling the host, which learns of it at a log line or a save.
+The forward and backward passes of the step are then repeated, and every tensor is checked. They
+change no weight; their gradients overwrite those of the newest step, which are no longer needed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Watch(Observer):
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._layers = layers
-        self._tensors: list[tuple[bool, int, int, str]] = []  # gradient?, micro-batch, place on its way, name
+        self._tensors: list[
+            tuple[bool, int, int, str]
+        ] = []  # gradient?, micro-batch, place on its way, name
         self._finite: list[Tensor] = []
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
@@ -52,12 +55,23 @@ class Watch(Observer):
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
         if gradient is not None:
-            self._add((True, micro_batch, -self._layers.index(name), f"the gradient of the input of {name}"), gradient)
+            self._add(
+                (
+                    True,
+                    micro_batch,
+                    -self._layers.index(name),
+                    f"the gradient of the input of {name}",
+                ),
+                gradient,
+            )
 
     def first(self) -> tuple[int, tuple[bool, int, int, str]] | None:
-        """Return index and description of the first non-finite tensor, or None (reads the device)."""
+        """Return index and description of the first non-finite tensor, or None (reads the
+        device)."""
         finite = torch.stack(self._finite).tolist() if self._finite else []
-        return (finite.index(False), self._tensors[finite.index(False)]) if False in finite else None
+        return (
+            (finite.index(False), self._tensors[finite.index(False)]) if False in finite else None
+        )
 
     def _add(self, described: tuple[bool, int, int, str], tensor: Tensor) -> None:
         self._tensors.append(described)
@@ -70,7 +84,12 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
     On a full disk the run continues without the folder.
     """
     artifacts = run.experiment.artifacts
-    if step is None or artifacts is None or step.iteration in run.bad_steps or len(run.bad_steps) >= MOST_FOLDERS:
+    if (
+        step is None
+        or artifacts is None
+        or step.iteration in run.bad_steps
+        or len(run.bad_steps) >= MOST_FOLDERS
+    ):
         return
     run.bad_steps.append(step.iteration)
     with run.timer.excluded(), run.distributed.traffic.paused():
@@ -81,12 +100,19 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
     try:
         run.experiment.check()
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / FILE_NAME, (json.dumps(content(run, step, found), indent=2) + "\n").encode())
+        replace_file(
+            folder / FILE_NAME, (json.dumps(content(run, step, found), indent=2) + "\n").encode()
+        )
     except OSError as error:
-        run.logger.warning("cannot write %s: %s; the run continues without it", folder, error.strerror or error)
+        run.logger.warning(
+            "cannot write %s: %s; the run continues without it", folder, error.strerror or error
+        )
         return
     run.logger.warning(
-        "bad step %d: %s; to replay it: python scripts/replay_step.py %s", step.iteration, found["in_words"], folder
+        "bad step %d: %s; to replay it: python scripts/replay_step.py %s",
+        step.iteration,
+        found["in_words"],
+        folder,
     )
 
 
@@ -114,19 +140,25 @@ def content(run: Run, step: BadStep, found: JsonObject) -> JsonObject:
 def held_checkpoints(root: Path) -> set[int]:
     """Return the iterations of the checkpoints that replays of the newest bad steps start from.
 
-    root: the experiment directory. At most MOST_FOLDERS bad steps count, so that many starts do not fill the disk.
+    root: the experiment directory. At most MOST_FOLDERS bad steps count, so that many starts do not
+    fill the disk.
     """
     held: set[int] = set()
     with contextlib.suppress(OSError):  # a folder is being deleted
         paths = (root / "runs").glob(f"*/artifacts/bad_step_*/{FILE_NAME}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FOLDERS:]:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no checkpoint, or a damaged file
-                held.add(int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name))
+            with contextlib.suppress(
+                OSError, ValueError, KeyError, TypeError
+            ):  # no checkpoint, or a damaged file
+                held.add(
+                    int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name)
+                )
     return held
 
 
 def examine(run: Run, iteration: int) -> JsonObject:
-    """Repeat the passes of an iteration with the current weights and find the first non-finite tensor.
+    """Repeat the passes of an iteration with the current weights and find the first non-finite
+    tensor.
 
     All ranks call this together and get the same answer. No weight, moment or counter changes.
     """
@@ -145,12 +177,16 @@ def examine(run: Run, iteration: int) -> JsonObject:
     mine = {"first": watch.first(), "squares": _squares(run), "state": not_finite(run.model)}
     everyone = distributed.gather_objects(mine)
     found: JsonObject = {}
-    firsts: dict[int, tuple[int, int, Any]] = {}  # the lowest index of each pipeline rank, with rank and description
+    firsts: dict[
+        int, tuple[int, int, Any]
+    ] = {}  # the lowest index of each pipeline rank, with rank and description
     for rank, one in enumerate(everyone):
         if one["first"] is not None:
             index, described = one["first"]
             pipeline_rank = distributed.places[rank].pipeline
-            firsts[pipeline_rank] = min(firsts.get(pipeline_rank, (index, rank, described)), (index, rank, described))
+            firsts[pipeline_rank] = min(
+                firsts.get(pipeline_rank, (index, rank, described)), (index, rank, described)
+            )
     if firsts:  # of several pipeline ranks, the one that the others follow
         _, rank, (_, micro_batch, _, name) = min(firsts.values(), key=itemgetter(2))
         data_rank = distributed.places[rank].data
@@ -159,14 +195,19 @@ def examine(run: Run, iteration: int) -> JsonObject:
             "tensor": name,
             "rank": rank,
             "micro_batch": micro_batch,
-            "first_sample": first + batch_schedule(run.config.batch).consumed_samples(iteration - 1),
+            "first_sample": first
+            + batch_schedule(run.config.batch).consumed_samples(iteration - 1),
             "samples": count,
-            "dropout_seed": dropout_seed(run.config.distributed.seed, iteration, micro_batch, data_rank),
+            "dropout_seed": dropout_seed(
+                run.config.distributed.seed, iteration, micro_batch, data_rank
+            ),
         }
     squares: dict[str, float] = defaultdict(float)
     for name, square in (pair for one in everyone for pair in one["squares"].items()):
         squares[name] += square
-    broken = [spec.name for spec in run.model.specs() if not math.isfinite(squares.get(spec.name, 0.0))]
+    broken = [
+        spec.name for spec in run.model.specs() if not math.isfinite(squares.get(spec.name, 0.0))
+    ]
     states = [f"{one['state']} on rank {rank}" for rank, one in enumerate(everyone) if one["state"]]
     found |= {"parameters_not_finite": broken[:20], "state_not_finite": states[:20]}
     if not broken and squares:
@@ -176,7 +217,8 @@ def examine(run: Run, iteration: int) -> JsonObject:
 
 
 def _squares(run: Run) -> dict[str, float]:
-    """Return each parameter's sum of squared gradients over this rank's elements, without replicas."""
+    """Return each parameter's sum of squared gradients over this rank's elements, without
+    replicas."""
     sums: dict[str, Tensor] = {}
     for _, part in run.model.parts():
         for spec, tile in part.layout.tiles(run.distributed.data.rank) if part.has_state else ():
@@ -192,10 +234,14 @@ def _in_words(found: JsonObject) -> str:
     if "tensor" in found:
         first, last = found["first_sample"], found["first_sample"] + found["samples"] - 1
         where = f"rank {found['rank']}, micro-batch {found['micro_batch'] + 1}, samples {first} to {last}"
-        gradients = "".join(f"; of its gradients first {name}" for name in found["parameters_not_finite"][:1])
+        gradients = "".join(
+            f"; of its gradients first {name}" for name in found["parameters_not_finite"][:1]
+        )
         return f"the first tensor that is not finite is {found['tensor']} ({where}){gradients}"
     if found["parameters_not_finite"]:
-        return f"all layers are finite, but the gradient of {found['parameters_not_finite'][0]} is not"
+        return (
+            f"all layers are finite, but the gradient of {found['parameters_not_finite'][0]} is not"
+        )
     return (
         "with the current weights all its tensors are finite, and the largest gradient is that of "
         f"{found['largest_gradient']}, {100 * found['share']:.0f}% of the squared norm"

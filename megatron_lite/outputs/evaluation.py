@@ -14,7 +14,8 @@ from megatron_lite.outputs.step_inputs import counted_labels, watch_labels
 
 
 def evaluate_first(run: Run) -> None:
-    """Run the evaluations that a stopped start missed, and those of --validation_at_start in a fresh run."""
+    """Run the evaluations that a stopped start missed, and those of --validation_at_start in a
+    fresh run."""
     training, last = run.config.training, run.iteration >= run.config.training.train_iters
     with run.timer.excluded(), run.distributed.traffic.paused():
         if run.evaluation_due:
@@ -28,8 +29,8 @@ def evaluate_first(run: Run) -> None:
 def evaluate_and_export(run: Run, last: bool) -> None:
     """Evaluate, sample and export as due after an iteration, and export new best weights.
 
-    Call this before saving the checkpoint, so that a resumed run does not repeat it. A stop request during the call
-    leaves `run.evaluation_due` set, and the next start repeats all of it.
+    Call this before saving the checkpoint, so that a resumed run does not repeat it. A stop request
+    during the call leaves `run.evaluation_due` set, and the next start repeats all of it.
     """
     training, iteration = run.config.training, run.iteration
     run.evaluation_due = True
@@ -49,24 +50,37 @@ def evaluate_and_export(run: Run, last: bool) -> None:
         refuse_bad_steps(run)
         with run.timer.pause("samples"):
             run.samples.write(run.model, iteration, run.logger)
-    if training.export_interval is not None and (last or is_due(iteration, training.export_interval)):
+    if training.export_interval is not None and (
+        last or is_due(iteration, training.export_interval)
+    ):
         with run.timer.pause("export"):
             export(run)
     run.evaluation_due = False
 
 
 def evaluate(run: Run, phase: str) -> dict[str, str | float | None]:
-    """Log and return the mean loss per token of weights and of their averages; a phase always uses the same batches.
+    """Log and return the mean loss per token of weights and of their averages; a phase always uses
+    the same batches.
 
-    With --validation_by_dataset, or several data sets of --valid_data_path or --test_data_path, do so for each alone.
+    With --validation_by_dataset, or several data sets of --valid_data_path or --test_data_path, do
+    so for each alone.
     """
     refuse_bad_steps(run)
     losses = _losses(run, phase)
-    record = {"phase": phase, "iteration": run.iteration, "train_iters": run.config.training.train_iters, **losses}
+    record = {
+        "phase": phase,
+        "iteration": run.iteration,
+        "train_iters": run.config.training.train_iters,
+        **losses,
+    }
     record |= {"evaluation_order": run.data.identity["evaluation_order"]}
     for name, alone in run.data.alone(phase).items():
         record |= {f"{kind}/{name}": loss for kind, loss in _losses(run, alone).items()}
-    named = {f"{phase} {kind.replace('_', ' ')}": loss for kind, loss in losses.items() if loss is not None}
+    named = {
+        f"{phase} {kind.replace('_', ' ')}": loss
+        for kind, loss in losses.items()
+        if loss is not None
+    }
     run.evaluated = {run.iteration: {**run.evaluated.get(run.iteration, {}), **named}}
     run.trackers.log(record)
     log_both(run.logger, console=run.console.evaluation(record), file=format_record(record))
@@ -74,7 +88,8 @@ def evaluate(run: Run, phase: str) -> dict[str, str | float | None]:
 
 
 def _losses(run: Run, phase: str) -> dict[str, float | None]:
-    """Return the mean loss per token of the weights, `loss`, and of the averaged weights, `averaged_loss`.
+    """Return the mean loss per token of the weights, `loss`, and of the averaged weights,
+    `averaged_loss`.
 
     None, with a warning, if no label counts.
     """
@@ -95,7 +110,12 @@ def _losses(run: Run, phase: str) -> dict[str, float | None]:
         run.distributed.end_step(compiles=not run.model.training)
     if run.distributed.tensor.rank != 0:  # as in a step: see `Optimizer.step`
         losses.zero_()
-    summed = run.distributed.layers.sum_in_rank_order(run.distributed.pipeline.sum_in_rank_order(losses))
+    summed = run.distributed.layers.sum_in_rank_order(
+        run.distributed.pipeline.sum_in_rank_order(losses)
+    )
     run.distributed.wait_for_device()
     watch_labels(run, phase, tokens)
-    return {kind: total / tokens if tokens else None for kind, total in zip(kinds, summed.tolist(), strict=True)}
+    return {
+        kind: total / tokens if tokens else None
+        for kind, total in zip(kinds, summed.tolist(), strict=True)
+    }

@@ -1,7 +1,7 @@
 """--check_replicas_interval: compare replicated state between ranks and end the run if it differs.
 
-Ranks with the same pipeline and tensor-parallel rank hold the same weights, and norms and some other parameters are
-replicated over a tensor-parallel group.
+Ranks with the same pipeline and tensor-parallel rank hold the same weights, and norms and some
+other parameters are replicated over a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging", "multi_st
 def check_replicas(run: Run, iteration: int) -> None:
     """Compare the ranks, if due, after the gradients and before the update of an iteration.
 
-    At that point the buffers still hold the weights of the passes, and a wrong gradient has changed nothing.
+    At that point the buffers still hold the weights of the passes, and a wrong gradient has changed
+    nothing.
 
     Raises:
         NumericsError: on every rank, if anything differs.
@@ -40,13 +41,25 @@ def check_replicas(run: Run, iteration: int) -> None:
         found = weight_hashes(run.model.local_weights())
         counters = {name: digest(value) for name, value in _counters(run, iteration).items()}
         stages = run.distributed.pipeline.rank
-        digests = {f"{stages} {holders}": digest(fingerprint) for holders, fingerprint in found.items()}
-        if describe_differences(run.distributed.gather_objects({**digests, "counters": digest(counters)})):
-            everything = {name: value for some in (*found.values(), counters) for name, value in some.items()}
-            raise NumericsError(_message(run, iteration, run.distributed.gather_objects(everything)))
+        digests = {
+            f"{stages} {holders}": digest(fingerprint) for holders, fingerprint in found.items()
+        }
+        if describe_differences(
+            run.distributed.gather_objects({**digests, "counters": digest(counters)})
+        ):
+            everything = {
+                name: value for some in (*found.values(), counters) for name, value in some.items()
+            }
+            raise NumericsError(
+                _message(run, iteration, run.distributed.gather_objects(everything))
+            )
     if run.agreed_at is None:
         ms = 1e3 * (time.perf_counter() - start_s)
-        run.logger.info("all ranks hold the same state; such a check takes %.1f ms every %d iterations", ms, interval)
+        run.logger.info(
+            "all ranks hold the same state; such a check takes %.1f ms every %d iterations",
+            ms,
+            interval,
+        )
     run.agreed_at = iteration
 
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One start of a run. `build` sets the fields from top to bottom; then it is ready to train from `iteration`."""
+    """One start of a run. `build` sets the fields from top to bottom; then it is ready to train
+    from `iteration`."""
 
     config: Config  # `auto` is resolved
     distributed: Distributed
@@ -50,14 +51,18 @@ class Run:
     samples: Samples | None  # None without --sample_interval
     memory_history: MemoryHistory | None  # None without --memory_snapshot
     model: MultiStage
-    collectives_alone_s: dict[str, float]  # see `time_collectives`; empty without --log_communication
+    collectives_alone_s: dict[
+        str, float
+    ]  # see `time_collectives`; empty without --log_communication
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
     optimizer: Optimizer
     window: LogWindow
     resumed: Resumed  # where this start began
     iteration: int  # completed iterations
     best: BestEvaluation  # so far, for --keep_best
-    evaluation_due: bool  # a stop request preempted the evaluations and exports due after `iteration`
+    evaluation_due: (
+        bool  # a stop request preempted the evaluations and exports due after `iteration`
+    )
     debugger: TensorDebugger | None  # None without debug options
     background: BackgroundSaves | None  # None without --async_checkpoint
     trackers: Trackers
@@ -69,14 +74,23 @@ class Run:
     history: History  # of the run
     saved_s: float  # time.monotonic() of the last save, or of the start
     logs_early: bool = False  # the first iterations, too, as --log_interval is not given
-    saves_by_default: bool = False  # every 15 minutes, as no flag says when; the newest two of a start are kept
+    saves_by_default: bool = (
+        False  # every 15 minutes, as no flag says when; the newest two of a start are kept
+    )
     save_requested: bool = False  # by rank 0's clock, after the next iteration
     ending: Ending | None = None  # None for a run that was set up without `opened`
     comparison: threading.Thread | None = None  # see `compare_exports`
-    agreed_at: int | None = None  # newest iteration at which --check_replicas_interval found no difference
+    agreed_at: int | None = (
+        None  # newest iteration at which --check_replicas_interval found no difference
+    )
 
     def __init__(
-        self, config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal, asked: Config
+        self,
+        config: Config,
+        distributed: Distributed,
+        experiment: Experiment,
+        stop: StopSignal,
+        asked: Config,
     ) -> None:
         self.config = config
         self.distributed = distributed
@@ -86,10 +100,16 @@ class Run:
         self.known_checkpoints: Known = {}  # what rank 0 has read of them
         self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
-        self.without_labels: dict[str, int] = {}  # by phase: evaluations or updates in a row in which no label counts
+        self.without_labels: dict[
+            str, int
+        ] = {}  # by phase: evaluations or updates in a row in which no label counts
 
     @property
     def shown_config(self) -> Config:
-        """The configuration for people: with the paths of data as typed, not where they are in the cache."""
+        """The configuration for people: with the paths of data as typed, not where they are in the
+        cache."""
         names = ("dataset_source", *PATH_FLAGS, "loss_mask", "tokenizer_file")
-        return changed(self.config, {name: value for name in names if (value := getattr(self.asked.data, name))})
+        return changed(
+            self.config,
+            {name: value for name in names if (value := getattr(self.asked.data, name))},
+        )

@@ -18,7 +18,14 @@ from megatron_lite.checkpoint.writing import Finished, Save, shards_bytes, write
 from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.distributed.agreement import together
-from megatron_lite.errors import EXIT_PREEMPTED, FolderLostError, NumericsError, RunError, StorageError, as_installed
+from megatron_lite.errors import (
+    EXIT_PREEMPTED,
+    FolderLostError,
+    NumericsError,
+    RunError,
+    StorageError,
+    as_installed,
+)
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
@@ -38,7 +45,8 @@ def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
 
 
 def is_save_due(run: Run, last: bool) -> bool:
-    """Return whether to save now: last iteration, planned stop, interval, rule, best weights, or rank 0's clock."""
+    """Return whether to save now: last iteration, planned stop, interval, rule, best weights, or
+    rank 0's clock."""
     training = run.config.training
     checkpoint = run.config.checkpoint
     iteration = run.iteration
@@ -50,11 +58,16 @@ def is_save_due(run: Run, last: bool) -> bool:
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Return whether --checkpoint_minutes have passed since the last save; always False except on rank 0."""
+    """Return whether --checkpoint_minutes have passed since the last save; always False except on
+    rank 0."""
     if run.stop_files is not None and run.stop_files.found(run.stop_files.save):
         return True
     minutes = run.config.checkpoint.checkpoint_minutes
-    return minutes is not None and run.distributed.rank == 0 and time.monotonic() - run.saved_s >= 60 * minutes
+    return (
+        minutes is not None
+        and run.distributed.rank == 0
+        and time.monotonic() - run.saved_s >= 60 * minutes
+    )
 
 
 def refuse_bad_steps(run: Run) -> None:
@@ -70,7 +83,8 @@ def refuse_bad_steps(run: Run) -> None:
 
 
 def refuse_broken_weights(run: Run) -> None:
-    """Refuse to publish non-finite weights, moments or averages: they would displace a good checkpoint.
+    """Refuse to publish non-finite weights, moments or averages: they would displace a good
+    checkpoint.
 
     Raises:
         NumericsError: on every rank, naming the first affected rank and tensor.
@@ -78,7 +92,9 @@ def refuse_broken_weights(run: Run) -> None:
     broken = not_finite(run.model)
     if not run.distributed.agree_max(int(broken is not None)):
         return
-    rank, name = next((rank, name) for rank, name in enumerate(run.distributed.gather_objects(broken)) if name)
+    rank, name = next(
+        (rank, name) for rank, name in enumerate(run.distributed.gather_objects(broken)) if name
+    )
     what = "the optimizer's state is" if " of " in name else "the weights are"
     raise NumericsError(
         f"{what} no longer finite at iteration {run.iteration}, first {name} on rank {rank}: an update was too large. "
@@ -98,14 +114,17 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         **run.history.state(),
         **({"origin": run.resumed.origin} if run.resumed.origin else {}),
     }
-    return Save(root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check)
+    return Save(
+        root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check
+    )
 
 
 def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None:
     """Write a checkpoint, then delete the temporary ones beyond --max_checkpoints.
 
-    After a dropped update nothing is deleted: the weights are older than the iteration suggests, and may be the cause.
-    With --async_checkpoint=1, return once the weights are copied, unless the run ends here.
+    After a dropped update nothing is deleted: the weights are older than the iteration suggests,
+    and may be the cause. With --async_checkpoint=1, return once the weights are copied, unless the
+    run ends here.
 
     stopping: the run ends because of a signal; do not wait between attempts of a pending save.
     """
@@ -123,11 +142,18 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     training, done = run.config.training, run.iteration
     ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval)
     if run.background is not None and not stopping and not ends:
-        run.background.begin(with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare()))
+        run.background.begin(
+            with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare())
+        )
         return _mark_saved(run)
     num_bytes = with_retries(run, lambda: write_now(_new_save(run, root, evaluation_due)))
     _mark_saved(run)
-    _settle(run, Finished(root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0))
+    _settle(
+        run,
+        Finished(
+            root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0
+        ),
+    )
 
 
 def _mark_saved(run: Run) -> None:
@@ -139,7 +165,8 @@ def _mark_saved(run: Run) -> None:
 def finish_save(run: Run, hurry: bool = False) -> None:
     """Wait for the background save, if any, and publish it.
 
-    Meanwhile the ranks keep agreeing, so that a stop signal ends the pauses of every rank and no collective times out.
+    Meanwhile the ranks keep agreeing, so that a stop signal ends the pauses of every rank and no
+    collective times out.
     """
     if run.background is None or not run.background.is_pending:
         return
@@ -169,20 +196,33 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
     rotation = None
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
         rules = keep_rules(checkpoint.keep_checkpoints)
-        after = None if checkpoint.delete_old_temp_checkpoints and not run.saves_by_default else run.resumed.iteration
+        after = (
+            None
+            if checkpoint.delete_old_temp_checkpoints and not run.saves_by_default
+            else run.resumed.iteration
+        )
         most = DEFAULT_CHECKPOINTS if run.saves_by_default else checkpoint.max_checkpoints
-        held = held_checkpoints(root.parent) | best_of(finished.folder) | (run.mirror.held() if run.mirror else set())
+        held = (
+            held_checkpoints(root.parent)
+            | best_of(finished.folder)
+            | (run.mirror.held() if run.mirror else set())
+        )
         prune(root, most, finished.iteration, rules, after, held, run.known_checkpoints)
         rotation = None if most is None else (most, finished.iteration, after, held)
     if run.mirror:
         run.mirror.update(rotation)
-    blocked = f", training waited {finished.blocked_s + waited_s:.2f} s" if run.background is not None else ""
+    blocked = (
+        f", training waited {finished.blocked_s + waited_s:.2f} s"
+        if run.background is not None
+        else ""
+    )
     size = f"{finished.num_bytes / 1e6:,.1f} MB"
     run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
 
 
 def with_retries(run: Run, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on all ranks; after a StorageError, retry up to --save_retries times with growing pauses.
+    """Call `attempt` on all ranks; after a StorageError, retry up to --save_retries times with
+    growing pauses.
 
     A stop signal ends the pauses; one more attempt follows. A lost directory is not retried.
     """
@@ -220,7 +260,8 @@ def _refuse_lost_folder(run: Run) -> None:
 
 
 def export(run: Run, best: bool = False) -> None:
-    """Write a permanent export of the current weights, or export/best, of the weights that --keep_best measures."""
+    """Write a permanent export of the current weights, or export/best, of the weights that
+    --keep_best measures."""
     refuse_bad_steps(run)
     directory, config = run.experiment.export(None if best else run.iteration), run.config
     if directory is None:
@@ -240,12 +281,24 @@ def export(run: Run, best: bool = False) -> None:
         weights = export_weights(run.model, config, run.distributed)
         try:
             counts = run.data.counts.state(run.iteration)
-            facts = training_facts(config.batch.sequence_length, run.data.identity) if run.iteration else {}
+            facts = (
+                training_facts(config.batch.sequence_length, run.data.identity)
+                if run.iteration
+                else {}
+            )
             losses = run.evaluated.get(run.iteration, {})
             trained = TrainingSummary(
                 run.iteration, losses, counts, facts, run.resumed.origin, run.comparison is not None
             )
-            save_huggingface(directory, run.model, config, run.distributed, weights, run.experiment.check, trained)
+            save_huggingface(
+                directory,
+                run.model,
+                config,
+                run.distributed,
+                weights,
+                run.experiment.check,
+                trained,
+            )
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)
             return
@@ -259,16 +312,26 @@ def export(run: Run, best: bool = False) -> None:
 def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
     """Save after a stop request; return the exit code and how the run ended."""
     if run.config.training.train_iters == 0:
-        return 1, f"stopped by {reason} during an evaluation; there is nothing to save: --train_iters=0"
+        return (
+            1,
+            f"stopped by {reason} during an evaluation; there is nothing to save: --train_iters=0",
+        )
     refuse_bad_steps(run)
     if run.experiment.checkpoints is None:
-        return 1, f"stopped by {reason} at iteration {run.iteration}; nothing was saved (no --experiment_dir)"
+        return (
+            1,
+            f"stopped by {reason} at iteration {run.iteration}; nothing was saved (no --experiment_dir)",
+        )
     save(run, run.evaluation_due, stopping=True)
-    return EXIT_PREEMPTED, f"stopped by {reason}: saved at iteration {run.iteration}; the same command resumes"
+    return (
+        EXIT_PREEMPTED,
+        f"stopped by {reason}: saved at iteration {run.iteration}; the same command resumes",
+    )
 
 
 def save_before_end(run: Run, error: RunError) -> None:
-    """Save what was trained in this start before data that cannot be read end the run: the weights are good."""
+    """Save what was trained in this start before data that cannot be read end the run: the weights
+    are good."""
     if not error.agreed or run.iteration == run.resumed.iteration:
         return
     try:
@@ -285,26 +348,37 @@ def completion(run: Run) -> str:
 
 
 def early_end(run: Run) -> str:
-    """Return the closing message of a run that --early_stopping_patience has ended, now or in an earlier start."""
+    """Return the closing message of a run that --early_stopping_patience has ended, now or in an
+    earlier start."""
     stopped = f"stopped early at iteration {run.iteration} of {run.config.training.train_iters}"
-    ending = f"{stopped}{run.optimizer.guard.dropped.ending()}; {run.best} (--early_stopping_patience)"
+    ending = (
+        f"{stopped}{run.optimizer.guard.dropped.ending()}; {run.best} (--early_stopping_patience)"
+    )
     if run.iteration > run.resumed.iteration:
         return ending
     return f"the run is complete: {ending}; nothing to do, unless the patience grows or is left out"
 
 
 def nothing_to_do(run: Run) -> str:
-    """Return the closing message of a start that found all iterations done, maybe more, and how to export them."""
+    """Return the closing message of a start that found all iterations done, maybe more, and how to
+    export them."""
     training, export = run.config.training, run.experiment.export(run.iteration)
     is_more = run.iteration > training.train_iters
     done = f"iteration {run.iteration}" + (", more than --train_iters=" if is_more else " of ")
-    lacks_export = training.export_interval is not None and export is not None and not export.exists()
-    convert = as_installed("; scripts/convert_checkpoint.py exports its checkpoint") if lacks_export else ""
+    lacks_export = (
+        training.export_interval is not None and export is not None and not export.exists()
+    )
+    convert = (
+        as_installed("; scripts/convert_checkpoint.py exports its checkpoint")
+        if lacks_export
+        else ""
+    )
     return f"the run is complete: {done}{training.train_iters}; nothing to do{convert}"
 
 
 def planned_stop(run: Run) -> str:
-    """Return the closing message of a run that saved and stopped at a multiple of --stop_interval."""
+    """Return the closing message of a run that saved and stopped at a multiple of
+    --stop_interval."""
     training, root = run.config.training, run.experiment.checkpoints
     assert root is not None, "validated"
     return (

@@ -9,17 +9,25 @@ from megatron_lite.model.layer import MicroBatch
 from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import dropout_seed
 
-PATIENCE = {"training": 100}  # updates in a row in which no label counts, after which a run warns; evaluations: 1
+PATIENCE = {
+    "training": 100
+}  # updates in a row in which no label counts, after which a run warns; evaluations: 1
 
 
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
-    """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call this together.
+    """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call
+    this together.
 
     Without masks every rank knows the numbers, and no communication is needed.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        copies = run.distributed.world_size // run.distributed.data.world_size  # other ranks train on the same samples
-        return [total // copies for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])]
+        copies = (
+            run.distributed.world_size // run.distributed.data.world_size
+        )  # other ranks train on the same samples
+        return [
+            total // copies
+            for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])
+        ]
     return [batch.real_samples * run.config.batch.sequence_length for batch in micro_batches]
 
 
@@ -28,7 +36,11 @@ def watch_labels(run: Run, phase: str, counted: int) -> None:
     patience = PATIENCE.get(phase, 1)
     run.without_labels[phase] = 0 if counted else run.without_labels.get(phase, 0) + 1
     if run.without_labels[phase] == patience:
-        what = f"of {patience} updates in a row" if phase == "training" else f"of the {phase}, which has no loss,"
+        what = (
+            f"of {patience} updates in a row"
+            if phase == "training"
+            else f"of the {phase}, which has no loss,"
+        )
         run.logger.warning("no label %s counts: look at the data and --loss_mask", what)
 
 
@@ -43,18 +55,22 @@ def step_inputs(
     scale = run.optimizer.loss_scale.scale / max(sum(counted), 1)
     weights = loss_weights(counted, run.config.training.loss_reduction)
     return [
-        micro_batch(batch, run.distributed.device, scale, dropout_seed(seed, iteration, index, rank), weight)
+        micro_batch(
+            batch, run.distributed.device, scale, dropout_seed(seed, iteration, index, rank), weight
+        )
         for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
     ]
 
 
 def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
-    """Return the weight of each micro-step's summed loss; the weighted sum per counted label is the batch's loss.
+    """Return the weight of each micro-step's summed loss; the weighted sum per counted label is the
+    batch's loss.
 
     Args:
         counted: labels that count in the loss in each micro-step, over all ranks.
-        reduction: "token": every label has the same weight. "micro_mean": every micro-step's mean has the same weight,
-            however few labels it counts (as in Levanter); a micro-step without counted labels has weight 0.
+        reduction: "token": every label has the same weight. "micro_mean": every micro-step's mean
+            has the same weight, however few labels it counts (as in Levanter); a micro-step without
+            counted labels has weight 0.
     """
     if reduction == "token":
         return [1.0] * len(counted)

@@ -20,11 +20,14 @@ from megatron_lite.schedules.learning_rate import learning_rate
 def progress_bar(run: Run) -> ProgressBar:
     """Return rank 0's progress bar: latest logged loss, speed and time left."""
     total, shown = run.config.training.train_iters, run.distributed.rank == 0
-    return ProgressBar(total, run.iteration, lambda iteration: run.console.bar(run.timer.pace(iteration)), shown)
+    return ProgressBar(
+        total, run.iteration, lambda iteration: run.console.bar(run.timer.pace(iteration)), shown
+    )
 
 
 def log_training(run: Run, update: Update) -> None:
-    """Log one line and one record of metrics.jsonl. Waits for the step, because it reads the device."""
+    """Log one line and one record of metrics.jsonl. Waits for the step, because it reads the
+    device."""
     run.distributed.wait_for_device()
     iterations = run.window.iterations
     config = run.config
@@ -61,33 +64,44 @@ def log_training(run: Run, update: Update) -> None:
         more["allocated_mib"] = torch.cuda.memory_allocated() / MIB
         more["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     run.trackers.log(record)
-    log_both(run.logger, console=run.console.training({**record, **glance}), file=format_record(record, more))
+    log_both(
+        run.logger,
+        console=run.console.training({**record, **glance}),
+        file=format_record(record, more),
+    )
     if config.run.log_communication:
-        for line in communication_lines(run.distributed.traffic.take(), iterations, run.collectives_alone_s):
+        for line in communication_lines(
+            run.distributed.traffic.take(), iterations, run.collectives_alone_s
+        ):
             run.logger.info(line)
     if dropped.reason is not None:
-        run.logger.warning("updates dropped since the last line: %d; the last, %s", dropped.new, dropped.reason)
+        run.logger.warning(
+            "updates dropped since the last line: %d; the last, %s", dropped.new, dropped.reason
+        )
     leave_bad_step(run, suspect)
     if dropped.stop is not None:
         raise NumericsError(dropped.stop)
 
 
 def is_log_due(run: Run) -> bool:
-    """Return whether to log this iteration; with the default interval, also the first ones whose number is early."""
+    """Return whether to log this iteration; with the default interval, also the first ones whose
+    number is early."""
     options = run.config.run
     due = is_due(run.iteration, options.log_interval, options.log_offset)
     return due or (run.logs_early and is_early(run.iteration, options.log_interval))
 
 
 def is_early(iterations: int, log_interval: int) -> bool:
-    """Return whether to show progress after N iterations: powers of 2 within the first log interval."""
+    """Return whether to show progress after N iterations: powers of 2 within the first log
+    interval."""
     return iterations < log_interval and iterations & (iterations - 1) == 0
 
 
 def show_early(run: Run, update: Update) -> None:
     """Print an early progress line on rank 0's console only.
 
-    The log file, metrics.jsonl and the log window are not affected. Rank 0 reads its device without communication.
+    The log file, metrics.jsonl and the log window are not affected. Rank 0 reads its device without
+    communication.
     """
     if run.distributed.rank != 0:
         return

@@ -21,7 +21,8 @@ from megatron_lite.planner.plan import Planner, SimulatedGroup
 from megatron_lite.run.host import available_bytes
 from megatron_lite.validation.rules import Note
 
-# Cost of a gather: startup seconds, seconds per further rank, bytes per second. See `worthwhile_bytes`.
+# Cost of a gather: startup seconds, seconds per further rank, bytes per second. See
+# `worthwhile_bytes`.
 NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
@@ -33,11 +34,13 @@ MOST_STATE_BYTES, MOST_TOKEN_BYTES = 32, 16
 def resolve_auto(
     config: Config, world_size: int, device_type: str, device_bytes: int, nodes: int = 1
 ) -> tuple[Config, tuple[Note, ...]]:
-    """Replace what rests on the devices by numbers; return the options and, per choice, a note with the reason.
+    """Replace what rests on the devices by numbers; return the options and, per choice, a note with
+    the reason.
 
-    --zero_stage=auto becomes the lowest stage whose predicted memory (`plan.py`) fits `device_bytes`; if none does, the
-    highest, with a warning. --layers_per_stage=auto: see `blocks_per_stage`. An unset --data_parallel_shard: see
-    `shard_of_node`. All ranks must pass the same numbers.
+    --zero_stage=auto becomes the lowest stage whose predicted memory (`plan.py`) fits
+    `device_bytes`; if none does, the highest, with a warning. --layers_per_stage=auto: see
+    `blocks_per_stage`. An unset --data_parallel_shard: see `shard_of_node`. All ranks must pass the
+    same numbers.
     """
     notes: list[Note] = []
     if config.distributed.data_parallel_shard is None:
@@ -45,7 +48,11 @@ def resolve_auto(
         config = changed(config, {"data_parallel_shard": size})
         if size:
             reason = f"the data-parallel ranks of each of {nodes} nodes, so that ZeRO-3 gathers weights inside of them"
-            notes.append(Note(f"--data_parallel_shard is {size}: {reason} (0: all ranks, for the least memory)"))
+            notes.append(
+                Note(
+                    f"--data_parallel_shard is {size}: {reason} (0: all ranks, for the least memory)"
+                )
+            )
     if config.multi_stage.layers_per_stage == "auto":
         blocks, note = blocks_per_stage(config, world_size, device_type)
         config = changed(config, {"layers_per_stage": float(blocks)})
@@ -57,12 +64,15 @@ def resolve_auto(
     return config, tuple(notes)
 
 
-def _lowest_zero_stage(config: Config, world_size: int, device_type: str, device_bytes: int) -> tuple[int, Note]:
+def _lowest_zero_stage(
+    config: Config, world_size: int, device_type: str, device_bytes: int
+) -> tuple[int, Note]:
     predicted: list[str] = []
     planner = Planner(world_size, device_type)
     zero_stage = 0
     needed = 0
-    # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does not have.
+    # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does
+    # not have.
     for zero_stage in (1, 2) if config.multi_stage.split_master_weights else (1, 2, 3):
         needed = planner.plan(changed(config, {"zero_stage": zero_stage})).needed_bytes()
         predicted.append(f"ZeRO-{zero_stage} {needed / GIB:.1f} GiB")
@@ -80,17 +90,23 @@ def _lowest_zero_stage(config: Config, world_size: int, device_type: str, device
 
 
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
-    """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its latency.
+    """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its
+    latency.
 
-    At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers hold at most half of them, some are left to
-    overlap, and every pipeline schedule has its chunks. A group of one rank gathers nothing and gets 1.
+    At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers hold at most half of them,
+    some are left to overlap, and every pipeline schedule has its chunks. A group of one rank
+    gathers nothing and gets 1.
     """
     group = SimulatedGroup(0, world_size, device_type, options=config.distributed)
     ranks = group.shard.world_size
     if ranks == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
     block = model_layers(config, REFERENCES, group.tensor)[1]
-    numel = sum(parameter.spec.local_numel for parameter in block.parameters() if isinstance(parameter, Parameter))
+    numel = sum(
+        parameter.spec.local_numel
+        for parameter in block.parameters()
+        if isinstance(parameter, Parameter)
+    )
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
     own = config.model.num_layers // config.distributed.pipeline_parallel
     wanted, most = worthwhile_bytes(ranks, device_type), max(1, own // 4)
@@ -103,12 +119,15 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
 
 
 def worthwhile_bytes(world_size: int, device_type: str) -> int:
-    """Smallest size of a stage's weights, in the training dtype, at which latency is at most a tenth of a gather.
+    """Smallest size of a stage's weights, in the training dtype, at which latency is at most a
+    tenth of a gather.
 
-    A gather of n bytes takes latency + n / bandwidth. With NCCL a launch costs about 20 us, and each of the N - 1 hops
-    of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. The result is 63 MiB for 64 GPUs and 118 MiB for
-    128. A single machine has few hops, but NVLink has several times the bandwidth, so the minimum is 32 MiB. With
-    gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB for 2 processes.
+    A gather of n bytes takes latency + n / bandwidth. With NCCL a launch costs about 20 us, and
+    each of the N - 1 hops of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. The
+    result is 63 MiB for 64 GPUs and 118 MiB for
+    128. A single machine has few hops, but NVLink has several times the bandwidth, so the minimum
+    is 32 MiB. With gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB for 2
+    processes.
     """
     start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
     latency_s = start_s + per_rank_s * (world_size - 1)
@@ -117,7 +136,8 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
 
 
 def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
-    """Return an upper bound of a rank's tensors: each weight has state, and products make activations of each token."""
+    """Return an upper bound of a rank's tensors: each weight has state, and products make
+    activations of each token."""
     batch = config.batch
     tokens = batch.micro_batch_size * batch.breadth_first_micro_batches * batch.sequence_length
     weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
@@ -125,12 +145,15 @@ def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
 
 
 def check_memory(config: Config, layers: Sequence[Layer], distributed: Distributed) -> None:
-    """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A GPU refuses itself.
+    """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A
+    GPU refuses itself.
 
-    A first plan takes a second, so runs that are small for their machine have none. The runtime does not count.
+    A first plan takes a second, so runs that are small for their machine have none. The runtime
+    does not count.
 
     Raises:
-        OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too little.
+        OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too
+        little.
     """
     ranks = distributed.local_world_size
     exempt = config.training.inference or config.distributed.ignore_memory_check
@@ -144,7 +167,9 @@ def check_memory(config: Config, layers: Sequence[Layer], distributed: Distribut
     if needed > free:
         each = f" for each of the {ranks} ranks of this machine" if ranks > 1 else ""
         facts = f"the tensors need {needed / GIB:,.1f} GiB by the plan, and {free / GIB:,.1f} GiB are free{each}"
-        error = OutOfMemoryError(f"{OUT_OF_MEMORY}{facts} (--ignore_memory_check=1 starts all the same); {LESS_MEMORY}")
+        error = OutOfMemoryError(
+            f"{OUT_OF_MEMORY}{facts} (--ignore_memory_check=1 starts all the same); {LESS_MEMORY}"
+        )
         error.free_bytes = free
         raise error
 

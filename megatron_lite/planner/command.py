@@ -1,4 +1,5 @@
-"""The recommended command: the typed command line with some flags changed, and a Slurm job that runs it."""
+"""The recommended command: the typed command line with some flags changed, and a Slurm job that
+runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from megatron_lite.errors import UsageError
 
 # Options of the dry run itself, dropped from the recommended command.
 PLANNING = frozenset(
-    {"dry_run", "world_size", "gpu", "device_memory_gib", "interconnect", "machine_speeds", "write_sbatch"}
+    {
+        "dry_run",
+        "world_size",
+        "gpu",
+        "device_memory_gib",
+        "interconnect",
+        "machine_speeds",
+        "write_sbatch",
+    }
 )
 PROGRAM = "pretrain_gpt.py"
 # Time limits of a job, which is requeued until the run is complete and needs time to save.
@@ -60,12 +69,19 @@ exec srun --export=ALL --cpus-per-task={cores} --kill-on-bad-exit=1 bash -c \\
 def changed_words(argv: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line without the dry-run options and with `changes` appended.
 
-    A flag in an @file stays there; the appended one wins. A change to None becomes `none`, which unsets the option, if
-    an @file may set it; otherwise the flag is dropped.
+    A flag in an @file stays there; the appended one wins. A change to None becomes `none`, which
+    unsets the option, if an @file may set it; otherwise the flag is dropped.
     """
     kept = [*_without(argv, PLANNING | changes.keys())]
     files = any(word.startswith("@") for word in kept)
-    return [*kept, *(f"--{name}={written(value)}" for name, value in changes.items() if value is not None or files)]
+    return [
+        *kept,
+        *(
+            f"--{name}={written(value)}"
+            for name, value in changes.items()
+            if value is not None or files
+        ),
+    ]
 
 
 def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
@@ -94,7 +110,8 @@ def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> t
 def launcher(world_size: int, most_per_node: int, together: int = 1) -> list[str]:
     """Return the words that start a program on `world_size` ranks.
 
-    With several nodes, run them on each node, with NODE_RANK counting from 0 and MASTER_ADDR naming the first node.
+    With several nodes, run them on each node, with NODE_RANK counting from 0 and MASTER_ADDR naming
+    the first node.
     """
     if world_size == 1:
         return ["python"]
@@ -152,5 +169,9 @@ def write_job(path: Path, words: Sequence[str], layout: tuple[int, int], seconds
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        fix = "name another file" if isinstance(error, FileExistsError) else "name a file in a folder that exists"
+        fix = (
+            "name another file"
+            if isinstance(error, FileExistsError)
+            else "name a file in a folder that exists"
+        )
         raise UsageError(f"--write_sbatch={path}: {error.strerror}; {fix}") from None

@@ -27,9 +27,10 @@ from megatron_lite.planner.speeds import (
 
 MIB, GIB = 2**20, 2**30
 
-# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of many logs of A100
-# and H100 cards ("GPU 3 has a total capacity of 79.10 GiB", github.com/stas00/ml-engineering, debug/pytorch.md); others
-# show up to 79.33 GiB. The driver keeps the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
+# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of
+# many logs of A100 and H100 cards ("GPU 3 has a total capacity of 79.10 GiB",
+# github.com/stas00/ml-engineering, debug/pytorch.md); others show up to 79.33 GiB. The driver keeps
+# the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
 PLANNED_GPU_BYTES = int(79.1 * GIB)
 
 GPUS_PER_NODE = 8
@@ -37,19 +38,21 @@ DEFAULT_GPU = "h100"
 
 
 class Shares(NamedTuple):
-    """Shares of a device's peak that products and attention reach in a step, and how they are known."""
+    """Shares of a device's peak that products and attention reach in a step, and how they are
+    known."""
 
     products: float
     attention: float
     source: str
 
 
-# These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each of 4 A100 (3,804
-# with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and memory keep up less with its tensor
-# cores.
+# These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each
+# of 4 A100 (3,804 with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and
+# memory keep up less with its tensor cores.
 AMPERE, HOPPER = (Shares(*shares, "from published runs") for shares in ((0.74, 0.45), (0.5, 0.32)))
-# Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take 0.98 to 1.00 of what
-# these predict, with a window 1.10, because the flash kernels for windows are slower than cuDNN's.
+# Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take
+# 0.98 to 1.00 of what these predict, with a window 1.10, because the flash kernels for windows are
+# slower than cuDNN's.
 ONE_H200 = Shares(0.67, 0.48, "measured on one H200")
 ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured")
 
@@ -57,9 +60,9 @@ ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured
 class Device(NamedTuple):
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
-    memory_bytes: as torch reports, the least of several logs. fp32_tflops: products in fp32. memory_gb_s: memory
-    bandwidth. link_gb_s: to its neighbours in a node, in one direction. tflops: dense products of 16-bit inputs (fp16
-    on V100) that are summed in fp32; TF32 has half of them.
+    memory_bytes: as torch reports, the least of several logs. fp32_tflops: products in fp32.
+    memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a node, in one direction. tflops:
+    dense products of 16-bit inputs (fp16 on V100) that are summed in fp32; TF32 has half of them.
     """
 
     memory_bytes: int
@@ -73,28 +76,36 @@ class Device(NamedTuple):
     tflops: float = 0.0
 
 
-# From the data sheets that `known_peak_tflops` has the peaks of; numbers for sparse products are halved. Cards without
-# NVLink have PCIe 4 or 5 (32 or 64 GB/s); RTX A6000 have NVLink only in pairs.
+# From the data sheets that `known_peak_tflops` has the peaks of; numbers for sparse products are
+# halved. Cards without NVLink have PCIe 4 or 5 (32 or 64 GB/s); RTX A6000 have NVLink only in
+# pairs.
 _SHEETS = {
     "h100": Device(PLANNED_GPU_BYTES, 66.9, 3350, 450, HOPPER),
     "h200": Device(int(139.7 * GIB), 66.9, 4800, 450, ONE_H200),
     "a100": Device(PLANNED_GPU_BYTES, 19.5, 2039, 300, AMPERE),
     "a100-40": Device(int(39.4 * GIB), 19.5, 1555, 300, AMPERE),
     "v100": Device(int(31.7 * GIB), 15.7, 900, 150, has_bf16=False),
-    # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse, 600 TFLOP/s, 62 TB/s and 14.4 TB/s of NVLink for eight
+    # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse, 600 TFLOP/s, 62 TB/s and 14.4 TB/s of NVLink
+    # for eight
     "b200": Device(int(178.3 * GIB), 75, 7700, 900, HOPPER._replace(source=ASSUMED.source)),
     "l40s": Device(int(44.4 * GIB), 91.6, 864, 32),  # NVIDIA L40S data sheet
     "a6000": Device(int(47.5 * GIB), 38.7, 768, 32),  # NVIDIA GA102 whitepaper, RTX A6000
-    "rtx4090": Device(int(23.5 * GIB), 82.6, 1008, 32),  # NVIDIA Ada GPU architecture whitepaper, appendix A
-    "rtx5090": Device(int(31.3 * GIB), 104.8, 1792, 64),  # NVIDIA RTX Blackwell whitepaper, appendix A
+    "rtx4090": Device(
+        int(23.5 * GIB), 82.6, 1008, 32
+    ),  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "rtx5090": Device(
+        int(31.3 * GIB), 104.8, 1792, 64
+    ),  # NVIDIA RTX Blackwell whitepaper, appendix A
     # AMD Instinct MI300X data sheet: seven links of 128 GB/s in both directions
     "mi300x": Device(int(191.6 * GIB), 163.4, 5300, 448),
 }
 GPUS = {name: gpu._replace(tflops=known_peak_tflops(name) or 0.0) for name, gpu in _SHEETS.items()}
-# The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100 Gbit/s adapter per node.
-# A collective sends every byte once from node to node, through all adapters of a node at the same time.
+# The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100
+# Gbit/s adapter per node. A collective sends every byte once from node to node, through all
+# adapters of a node at the same time.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
-# Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives over good links 80 %.
+# Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives
+# over good links 80 %.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
@@ -118,14 +129,17 @@ def gpu_of(distributed: DistributedConfig) -> Device:
 
 def cpu_of(threads: int) -> Device:
     """Return an unknown CPU: roughly 60 GFLOP/s and 6 GB/s per thread, and gloo at 1 GB/s."""
-    return Device(0, 0.06 * threads, 6 * threads, 1, latency_s=100e-6, overlap=0, tflops=0.06 * threads)
+    return Device(
+        0, 0.06 * threads, 6 * threads, 1, latency_s=100e-6, overlap=0, tflops=0.06 * threads
+    )
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
     """Return the measured speeds in --machine_speeds or, without it, those of a data sheet.
 
     Raises:
-        UsageError: if the file cannot be read, the device type or dtype differs, or collectives are missing.
+        UsageError: if the file cannot be read, the device type or dtype differs, or collectives are
+        missing.
     """
     if distributed.machine_speeds is None:
         return data_sheet(distributed, device_type, world_size)
@@ -133,25 +147,38 @@ def planned_speeds(distributed: DistributedConfig, device_type: str, world_size:
     speeds, where = read_speeds(path), f"--machine_speeds={shown(str(path))}"
     if device_type != speeds.device_type:
         other = "--gpu=cpu" if speeds.device_type == "cpu" else "--device=cuda"
-        raise UsageError(f"{where}: measured on {speeds.device_type}, and the plan is for {device_type}; add {other}")
+        raise UsageError(
+            f"{where}: measured on {speeds.device_type}, and the plan is for {device_type}; add {other}"
+        )
     if dtype not in speeds.dtypes:
         has = ", ".join(speeds.dtypes)
-        raise UsageError(f"{where}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}")
+        raise UsageError(
+            f"{where}: measured in {has}, not in {dtype}; measure again with --dtypes={dtype}"
+        )
     if world_size > 1 and not speeds.collectives:
         again = f"torchrun --nproc-per-node={world_size} -m scripts.benchmarks.machine"
-        raise UsageError(f"{where}: one rank has measured no collectives, and the plan has {world_size}; use {again}")
+        raise UsageError(
+            f"{where}: one rank has measured no collectives, and the plan has {world_size}; use {again}"
+        )
     ranks, threads = counted(speeds.world_size, "rank"), counted(speeds.threads, "thread")
-    lines = [f"measured on {speeds.device} ({path}), {ranks} of {threads}; as many share a machine in the run"]
+    lines = [
+        f"measured on {speeds.device} ({path}), {ranks} of {threads}; as many share a machine in the run"
+    ]
     if world_size > 1:
         lines.append(f"{speeds.overlap:.0%} of a collective overlaps with computation, as measured")
     return dataclasses.replace(speeds, assumptions=lines)
 
 
 def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
-    """Return the speeds of a device and of the slowest link of a ring of ranks: shares of a data sheet's peaks."""
+    """Return the speeds of a device and of the slowest link of a ring of ranks: shares of a data
+    sheet's peaks."""
     threads, is_gpu = max((os.cpu_count() or 1) // world_size, 1), device_type == "cuda"
     gpu = gpu_of(distributed) if is_gpu else cpu_of(threads)
-    name = distributed.gpu or DEFAULT_GPU if is_gpu else f"no CPU in particular, {counted(threads, 'thread')}"
+    name = (
+        distributed.gpu or DEFAULT_GPU
+        if is_gpu
+        else f"no CPU in particular, {counted(threads, 'thread')}"
+    )
     unnamed = " (as no --gpu is named)" if is_gpu and distributed.gpu is None else ""
     dtype, tensor = distributed.training_dtype, distributed.tensor_parallel
     chosen = interconnect(distributed.interconnect)
@@ -169,7 +196,11 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     ring = world_size if first else world_size // pipeline
     link, link_name = link_gb_s(chosen, gpu, ring, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
     if world_size > 1:
-        hidden = "they overlap with computation where there is a second buffer" if gpu.overlap else "none overlap"
+        hidden = (
+            "they overlap with computation where there is a second buffer"
+            if gpu.overlap
+            else "none overlap"
+        )
         lines.append(
             f"{link_name} {link:,.4g} GB/s in a ring of ranks, of which collectives reach {LINK_SHARE:.0%}; "
             f"{gpu.latency_s * 1e6:,.0f} us each; {hidden}"
@@ -178,10 +209,16 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     in_node = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
     if (shard := distributed.data_parallel_shard or 0) and is_gpu:
         together = shard * tensor * (pipeline if first else 1)
-        near = in_node if world_size // planned_nodes(device_type, world_size, tensor) % together == 0 else link
+        near = (
+            in_node
+            if world_size // planned_nodes(device_type, world_size, tensor) % together == 0
+            else link
+        )
         far, _ = link_gb_s(chosen, gpu, ring, tensor * shard)
         links |= {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far}
-        lines.append(f"hybrid shards gather and reduce at {near:,.4g} GB/s, and across replicas at {far:,.4g} GB/s")
+        lines.append(
+            f"hybrid shards gather and reduce at {near:,.4g} GB/s, and across replicas at {far:,.4g} GB/s"
+        )
     if tensor > 1 and is_gpu:
         near = in_node if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
         links |= dict.fromkeys(TENSOR_KINDS, near)
@@ -192,18 +229,37 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     if pipeline > 1 and is_gpu:  # a GPU sends its messages alone
         link, _ = link_gb_s(chosen, gpu, pipeline * tensor if first else world_size, GPUS_PER_NODE)
         links["send"] = link
-        lines.append(f"messages between pipeline ranks take {link:,.4g} GB/s; a receive overlaps with other passes")
-    collectives = {kind: CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE) for kind, gb_s in links.items()}
+        lines.append(
+            f"messages between pipeline ranks take {link:,.4g} GB/s; a receive overlaps with other passes"
+        )
+    collectives = {
+        kind: CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE)
+        for kind, gb_s in links.items()
+    }
     rates = dict.fromkeys(PRODUCT_KINDS, tflops) | {EIGHT_BITS: 2 * gpu.tflops}
     speeds = DtypeSpeeds(
         Grid([1], [1], [1], {kind: [[[products * rate * 1e12]]] for kind, rate in rates.items()}),
         dict.fromkeys(ATTENTION_KINDS, [(1, attention * tflops * 1e12)]),
         {"copy_": 1 / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)},
     )
-    return Speeds("", name, device_type, 1, 1, {dtype: speeds}, collectives, gpu.overlap, HOST_BLOCK_S, 0.0, lines)
+    return Speeds(
+        "",
+        name,
+        device_type,
+        1,
+        1,
+        {dtype: speeds},
+        collectives,
+        gpu.overlap,
+        HOST_BLOCK_S,
+        0.0,
+        lines,
+    )
 
 
-def link_gb_s(chosen: Interconnect, gpu: Device, world_size: int, tensor_parallel: int = 1) -> tuple[float, str]:
+def link_gb_s(
+    chosen: Interconnect, gpu: Device, world_size: int, tensor_parallel: int = 1
+) -> tuple[float, str]:
     """Return the speed of a ring's slowest link, and its name.
 
     The data-parallel rings of all tensor-parallel ranks in a node share its links.

@@ -29,12 +29,16 @@ def hidden_s(cost: Cost, speeds: Speeds, dtype: str) -> float:
 def stage_durations(
     stages: Sequence[Stage], costs: Sequence[StageCosts], speeds: Speeds, dtype: str
 ) -> tuple[Durations, ...]:
-    """Return the seconds of each stage's passes; a backward pass that no schedule divides is all `input`."""
+    """Return the seconds of each stage's passes; a backward pass that no schedule divides is all
+    `input`."""
 
     def seconds(cost: Cost, host_s: float) -> float:
         computing = sum(count * speeds.item_s(item, dtype) for item, count in cost.work.items())
         exposed = speeds.traffic_s(cost.traffic) - hidden_s(cost, speeds, dtype)
-        return max(LEAST_S, exposed + (max(computing, host_s) if speeds.waits_for_host else computing + host_s))
+        return max(
+            LEAST_S,
+            exposed + (max(computing, host_s) if speeds.waits_for_host else computing + host_s),
+        )
 
     found: dict[int, Durations] = {}  # equal stages share their costs
     for stage, of in zip(stages, costs, strict=True):
@@ -43,12 +47,17 @@ def stage_durations(
         shares = (1, 1, 1) if in_parts else (1, 2, 0)  # of three in the host's time for a block
         if id(of) not in found:
             pairs = zip(of.passes, shares, strict=True)
-            found[id(of)] = Durations(*(seconds(both[1], speeds.block_s * blocks * share / 3) for both, share in pairs))
+            found[id(of)] = Durations(
+                *(seconds(both[1], speeds.block_s * blocks * share / 3) for both, share in pairs)
+            )
     return tuple(found[id(of)] for of in costs)
 
 
-def scheduled_durations(config: Config, stages: Sequence[Stage], costs: Sequence[StageCosts]) -> tuple[Durations, ...]:
-    """Return the durations that schedules are made with: on one device, so that all ranks and plans have the same."""
+def scheduled_durations(
+    config: Config, stages: Sequence[Stage], costs: Sequence[StageCosts]
+) -> tuple[Durations, ...]:
+    """Return the durations that schedules are made with: on one device, so that all ranks and plans
+    have the same."""
     dtype, tensor = config.distributed.training_dtype, config.distributed.tensor_parallel
     options = dataclasses.replace(DistributedConfig(), training_dtype=dtype, tensor_parallel=tensor)
     speeds = dataclasses.replace(data_sheet(options, "cuda", tensor), block_s=0.0)  # the host's

@@ -1,11 +1,14 @@
-"""Meters what a layer's code allocates, multiplies, reads and writes by running it on tensors without memory.
+"""Meters what a layer's code allocates, multiplies, reads and writes by running it on tensors
+without memory.
 
-Tensors on the meta device have shapes and dtypes, but no values. Two torch modes make the engine's own code run on them
-as it would on the planned device. `PlannedDevice` reports the planned device as every tensor's, so that code makes the
-same choices. `Meter` sees every operation: it counts the live storages and computes nothing.
+Tensors on the meta device have shapes and dtypes, but no values. Two torch modes make the engine's
+own code run on them as it would on the planned device. `PlannedDevice` reports the planned device
+as every tensor's, so that code makes the same choices. `Meter` sees every operation: it counts the
+live storages and computes nothing.
 
-Memory that torch allocates inside an operation is invisible. `Meter` covers the one large case: a CPU copies operands
-of another dtype, and a few others. For attention on a GPU see `kernels/attention/gpu.planned_attention`.
+Memory that torch allocates inside an operation is invisible. `Meter` covers the one large case: a
+CPU copies operands of another dtype, and a few others. For attention on a GPU see
+`kernels/attention/gpu.planned_attention`.
 """
 
 from __future__ import annotations
@@ -27,11 +30,24 @@ from megatron_lite.kernels.triton_support import tell
 from megatron_lite.planner.speeds import EIGHT_BITS, Attention, Product
 
 EIGHT_BIT_PRODUCTS = ("_scaled_mm", "_int_mm")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
+_COMPARISONS = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "isnan",
+    "isfinite",
+)
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Makes meta tensors report that they are on `device`, and creates tensors meant for `device` on meta."""
+    """Makes meta tensors report that they are on `device`, and creates tensors meant for `device`
+    on meta."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         super().__init__()
@@ -43,7 +59,11 @@ class PlannedDevice(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function is tell:
             return self._meter.told(*args)
@@ -63,7 +83,15 @@ class PlannedDevice(TorchFunctionMode):
         gradient = torch.ones_like(output) if gradient is None else gradient
         run = torch.autograd.Variable._execution_engine.run_backward
         with self:
-            run((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run(
+                (output,),
+                (gradient,),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
 
 class Meter(TorchDispatchMode):
@@ -77,21 +105,25 @@ class Meter(TorchDispatchMode):
         self.restart()
 
     def told(self, event: str, *args: Any) -> None:
-        """Count an event of `tell`. A kernel allocates nothing, and reads or writes each of its tensors once."""
+        """Count an event of `tell`. A kernel allocates nothing, and reads or writes each of its
+        tensors once."""
         if event == "repeat":
             _, more, fewer = args
             self.times = self.times * more // fewer
         elif event == "attention":
             query, window, backend = args
             (b, n, s, d), kind = query.shape, "math" if backend == "math" else "fused"
-            for direction in ("forward", "backward")[: 1 + (query.requires_grad and torch.is_grad_enabled())]:
+            for direction in ("forward", "backward")[
+                : 1 + (query.requires_grad and torch.is_grad_enabled())
+            ]:
                 self.items.append(Attention(f"{kind} {direction}", b * n, s, d, window))
         else:
             self.passes[event] += self.times * sum(tensor.nbytes for tensor in tensors_in(args))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch spends seconds importing its compiler at the first operation."""
+        """Return False: otherwise torch spends seconds importing its compiler at the first
+        operation."""
         return False
 
     def has_made(self, storage: Any) -> bool:
@@ -108,7 +140,11 @@ class Meter(TorchDispatchMode):
         self.times = 1
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
         tensors = [*tensors_in(args), *tensors_in(options.values())]
@@ -116,7 +152,9 @@ class Meter(TorchDispatchMode):
             return function(*args, **options)  # on host values
         copied = _copied_bytes(function, tensors, options) if self._copies_operands else 0
         if (written := _written(function)) is not None:
-            results = [args[place] if place < len(args) else options[name] for place, name in written]
+            results = [
+                args[place] if place < len(args) else options[name] for place, name in written
+            ]
             result = tuple(results) if len(results) > 1 else results[0] if results else None
         else:
             result = (_shaped(function) or function)(*args, **options)
@@ -133,7 +171,9 @@ class Meter(TorchDispatchMode):
     def _watch(self, storage: Any, operands: list[Tensor]) -> None:
         """Count a storage if it is new and the result is not a view of an operand."""
         key, size = storage._cdata, storage.nbytes()
-        if key in self._storages or any(key == operand.untyped_storage()._cdata for operand in operands):
+        if key in self._storages or any(
+            key == operand.untyped_storage()._cdata for operand in operands
+        ):
             return
 
         def freed(_: Any) -> None:
@@ -156,9 +196,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def product_of(function: Any, args: Iterable[Any]) -> Product | None:
-    """Classify the product a (..., k) b (k, n) by the transposed factor as one of a linear layer's three.
+    """Classify the product a (..., k) b (k, n) by the transposed factor as one of a linear layer's
+    three.
 
-    None for other operations, and for a product with a vector, which is a sum. b may be the same for all of a batch.
+    None for other operations, and for a product with a vector, which is a sum. b may be the same
+    for all of a batch.
     """
     if function._opname not in ("mm", "addmm", "addmm_", "bmm", "baddbmm", *EIGHT_BIT_PRODUCTS):
         return None
@@ -173,17 +215,24 @@ def product_of(function: Any, args: Iterable[Any]) -> Product | None:
         return None
     if a.stride(-2) < a.stride(-1):
         return Product("weight gradient", k, n, m)
-    return Product("forward", m, k, n) if b.stride(-2) < b.stride(-1) else Product("input gradient", m, n, k)
+    return (
+        Product("forward", m, k, n)
+        if b.stride(-2) < b.stride(-1)
+        else Product("input gradient", m, n, k)
+    )
 
 
 def moved_bytes(function: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Return the bytes of the tensors that an operation reads or writes, each once; 0 for views and allocations.
+    """Return the bytes of the tensors that an operation reads or writes, each once; 0 for views and
+    allocations.
 
     If one holds indices, the largest is a table, of which few rows are touched.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in operands}
     makes_views = all(tensor.untyped_storage()._cdata in storages for tensor in results)
-    if (makes_views and not function._schema.is_mutable) or function._opname.startswith(("empty", "new_empty")):
+    if (makes_views and not function._schema.is_mutable) or function._opname.startswith(
+        ("empty", "new_empty")
+    ):
         return 0
     sizes = {id(tensor): tensor.nbytes for tensor in (*operands, *results)}.values()
     return sum(sizes) - max(sizes) * any(tensor.dtype == torch.int64 for tensor in operands)
@@ -195,7 +244,8 @@ def is_attention() -> bool:
 
 
 def calling_frame() -> FrameType:
-    """Return the innermost frame outside of torch, its modes and this package: code that calls an operation."""
+    """Return the innermost frame outside of torch, its modes and this package: code that calls an
+    operation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_globals["__name__"].startswith(("torch.", "megatron_lite.planner."))
@@ -207,11 +257,14 @@ def calling_frame() -> FrameType:
 
 @functools.cache
 def _written(function: Any) -> list[tuple[int, str]] | None:
-    """Return positions and names of arguments that an operation writes and returns; None if it makes new tensors."""
+    """Return positions and names of arguments that an operation writes and returns; None if it
+    makes new tensors."""
     schema = function._schema
     if torch.Tag.inplace_view in function.tags or not schema.is_mutable:
         return None
-    if not all(value.alias_info is not None and value.alias_info.is_write for value in schema.returns):
+    if not all(
+        value.alias_info is not None and value.alias_info.is_write for value in schema.returns
+    ):
         return None
     written = [
         (place, argument.name)
@@ -221,13 +274,16 @@ def _written(function: Any) -> list[tuple[int, str]] | None:
     return written[: len(schema.returns)]
 
 
-# -- shapes of results -------------------------------------------------------------------------------------------------
-# torch computes the shapes of these operations in Python: 0.1 ms each, after seconds to import its compiler.
+# -- shapes of results
+# -------------------------------------------------------------------------------------------------
+# torch computes the shapes of these operations in Python: 0.1 ms each, after seconds to import its
+# compiler.
 
 
 @functools.cache
 def _shaped(function: Any) -> Callable[..., Any] | None:
-    """Return a function that allocates an operation's result; None if torch is fast enough at it."""
+    """Return a function that allocates an operation's result; None if torch is fast enough at
+    it."""
     if _is_elementwise(function):
         is_condition = function._opname in _COMPARISONS
         return lambda *args, **options: _elementwise(args, torch.bool if is_condition else None)
@@ -243,7 +299,9 @@ def _shaped(function: Any) -> Callable[..., Any] | None:
     if function._opname == "native_layer_norm_backward":
         return _normalized_backward
     if function._opname == "arange":
-        return lambda *args, dtype=torch.int64, **_: torch.empty(len(range(*args)), dtype=dtype, device="meta")
+        return lambda *args, dtype=torch.int64, **_: torch.empty(
+            len(range(*args)), dtype=dtype, device="meta"
+        )
     return None
 
 
@@ -269,15 +327,27 @@ def _normalized(x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tenso
 
 
 def _normalized_backward(
-    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Any, bias: Any, wanted: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    shape: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Any,
+    bias: Any,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     sizes = zip((x.shape, shape, shape), wanted, strict=True)
-    return tuple(torch.empty(size, dtype=x.dtype, device="meta") if is_wanted else None for size, is_wanted in sizes)
+    return tuple(
+        torch.empty(size, dtype=x.dtype, device="meta") if is_wanted else None
+        for size, is_wanted in sizes
+    )
 
 
 def _product(args: tuple[Any, ...]) -> Tensor:
     *_, a, b = tensors_in(args)
-    dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), b.dtype)  # `out_dtype`
+    dtype = next(
+        (argument for argument in args if isinstance(argument, torch.dtype)), b.dtype
+    )  # `out_dtype`
     return torch.empty(len(a), b.shape[1], dtype=dtype, device="meta")
 
 
@@ -286,18 +356,25 @@ def _reduced(
 ) -> Tensor:
     dims = range(self.dim()) if dim in (None, []) else [dim] if isinstance(dim, int) else dim
     gone = {place % self.dim() for place in dims}
-    shape = [1 if place in gone else size for place, size in enumerate(self.shape) if keepdim or place not in gone]
+    shape = [
+        1 if place in gone else size
+        for place, size in enumerate(self.shape)
+        if keepdim or place not in gone
+    ]
     return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
 
 def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
     """Return the dtype in which operands are combined; zero-dimensional tensors do not count."""
-    of_elements = [tensor.dtype for tensor in tensors if tensor.dim()] or [tensor.dtype for tensor in tensors]
+    of_elements = [tensor.dtype for tensor in tensors if tensor.dim()] or [
+        tensor.dtype for tensor in tensors
+    ]
     return functools.reduce(torch.promote_types, of_elements)
 
 
 def _copied_bytes(function: Any, tensors: list[Tensor], options: Mapping[str, Any]) -> int:
-    """Return the bytes of operands that torch copies on a CPU first, to convert them or make them contiguous."""
+    """Return the bytes of operands that torch copies on a CPU first, to convert them or make them
+    contiguous."""
     if function._opname.startswith("native_layer_norm"):
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
     if _is_elementwise(function):

@@ -1,8 +1,9 @@
 """The plan of a run, before anything is allocated: memory and traffic of one rank.
 
-The engine itself does the counting: a `MultiStage` is built on the meta device, as one of any number of ranks. Its
-collectives are counted while its own schedule is replayed, and each kind of stage runs once, on tensors without memory
-(`stage_costs.py`). A search uses a `Planner`, which builds and measures nothing twice.
+The engine itself does the counting: a `MultiStage` is built on the meta device, as one of any
+number of ranks. Its collectives are counted while its own schedule is replayed, and each kind of
+stage runs once, on tensors without memory (`stage_costs.py`). A search uses a `Planner`, which
+builds and measures nothing twice.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ UNDIVIDED = DistributedConfig()  # one group of all ranks
 class SimulatedGroup(Group):
     """One rank of a simulated group: counts collectives and moves nothing.
 
-    Like `Distributed`, it has groups along each dimension of the grid of ranks, which share its counts.
+    Like `Distributed`, it has groups along each dimension of the grid of ranks, which share its
+    counts.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class SimulatedGroup(Group):
         self.pipeline: PipelineGroup = one_pipeline_rank(self.device)
         self.layers: Group = self
         if pipeline > 1:
-            self.pipeline = SimulatedPipeline(place.pipeline, pipeline, self.device, None, self.traffic)
+            self.pipeline = SimulatedPipeline(
+                place.pipeline, pipeline, self.device, None, self.traffic
+            )
             self.layers = group(place.data * tensor + place.tensor, ranks * tensor)
         self.data, self.tensor = self.layers, alone(self.device)
         if tensor > 1:
             self.data = group(place.data, ranks)
-            # Allocates nothing itself; its traffic depends on the planned device type (`zero/replicas.py`).
+            # Allocates nothing itself; its traffic depends on the planned device type
+            # (`zero/replicas.py`).
             self.tensor = group(place.tensor, tensor, device_type if device == "meta" else device)
         self.shard, self.replicate = self.data, alone(self.device)
         if shard and shard < ranks:
@@ -111,7 +116,8 @@ class SimulatedPipeline(PipelineGroup):
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and traffic of one rank of a run: of a pipeline's ranks, the one that needs the most memory."""
+    """Memory and traffic of one rank of a run: of a pipeline's ranks, the one that needs the most
+    memory."""
 
     config: Config  # without `auto`
     world_size: int
@@ -154,7 +160,10 @@ class Plan:
 
     def peak_bytes(self, level: str | None = None) -> int:
         """Peak bytes of state and activations."""
-        return self.state_bytes + self.activations[level or self.config.performance.mlp_recompute_level].peak
+        return (
+            self.state_bytes
+            + self.activations[level or self.config.performance.mlp_recompute_level].peak
+        )
 
     def needed_bytes(self, level: str | None = None) -> int:
         """Memory that the device must have: the peak and the runtime."""
@@ -162,12 +171,16 @@ class Plan:
 
 
 def make_plan(config: Config, world_size: int, device_type: str, rank: int | None = None) -> Plan:
-    """Plan one of `world_size` ranks on `device_type`; see `Planner`. `config`: resolved, without `auto`."""
+    """Plan one of `world_size` ranks on `device_type`; see `Planner`. `config`: resolved, without
+    `auto`."""
     return Planner(world_size, device_type, rank).plan(config, RECOMPUTE_LEVELS)
 
 
-def planned_durations(config: Config, world_size: int, device_type: str) -> Sequence[Durations] | None:
-    """Return the durations of stages that a run's schedule is made with; None without a pipeline."""
+def planned_durations(
+    config: Config, world_size: int, device_type: str
+) -> Sequence[Durations] | None:
+    """Return the durations of stages that a run's schedule is made with; None without a
+    pipeline."""
     if config.distributed.pipeline_parallel == 1:
         return None
     partition = Planner(world_size, device_type).partition(config)
@@ -183,11 +196,12 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
 class Planner:
     """Plans many configurations of a run, most in a few milliseconds.
 
-    rank: None: of all pipeline ranks the one that needs the most memory, which data- and tensor-parallel ranks share.
+    rank: None: of all pipeline ranks the one that needs the most memory, which data- and
+    tensor-parallel ranks share.
 
-    A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner caches one per
-    partition: configurations that differ only in recomputation, micro-batches and the like share it. Models that
-    compute the same but partition differently share measurements.
+    A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner
+    caches one per partition: configurations that differ only in recomputation, micro-batches and
+    the like share it. Models that compute the same but partition differently share measurements.
     """
 
     def __init__(self, world_size: int, device_type: str, rank: int | None = None) -> None:
@@ -196,7 +210,9 @@ class Planner:
         self.rank = rank
         self._partitions: dict[tuple[int, str], Partition] = {}
         self._measured: dict[str, Measured] = {}
-        self._whole: dict[str, tuple[MultiStage, Traffic]] = {}  # all stages of a pipeline, to be measured
+        self._whole: dict[
+            str, tuple[MultiStage, Traffic]
+        ] = {}  # all stages of a pipeline, to be measured
 
     def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
         """Return the plan of `config`, resolved and without `auto`.
@@ -210,26 +226,43 @@ class Planner:
 
     def _plan(self, config: Config, rank: int, levels: Sequence[str]) -> Plan:
         partition, chosen = self.partition(config, rank), config.performance.mlp_recompute_level
-        activations = {level: activation_memory(config, partition, level) for level in dict.fromkeys((*levels, chosen))}
+        activations = {
+            level: activation_memory(config, partition, level)
+            for level in dict.fromkeys((*levels, chosen))
+        }
         return Plan(config, self.world_size, self.device_type, partition, activations)
 
     def partition(self, config: Config, rank: int = 0) -> Partition:
-        """Return a rank's partition of the model, shared by configurations that differ only in their steps."""
+        """Return a rank's partition of the model, shared by configurations that differ only in
+        their steps."""
         options, optimizer = config.distributed, config.optimizer
-        layout = options.tensor_parallel, options.sequence_tensor_parallel, options.parallel_embeddings
+        layout = (
+            options.tensor_parallel,
+            options.sequence_tensor_parallel,
+            options.parallel_embeddings,
+        )
         computed = repr(
             (
                 vars(config.model),
                 choose_kernels(config, torch.device(self.device_type), planned=True),
                 (options.training_dtype, config.multi_stage.full_precision_gradients),
                 (layout, options.overlap_tensor_reduce),
-                (config.batch.sequence_length, config.data.reset_position_ids, config.training.logit_z_loss),
+                (
+                    config.batch.sequence_length,
+                    config.data.reset_position_ids,
+                    config.training.logit_z_loss,
+                ),
                 (optimizer.freeze, optimizer.lr_scales),
                 (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )
         pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
-        key = rank, repr((computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging))))
+        key = (
+            rank,
+            repr(
+                (computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging)))
+            ),
+        )
         if key not in self._partitions:
             group = SimulatedGroup(rank, self.world_size, self.device_type, options=options)
             one = {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 1}
@@ -239,10 +272,15 @@ class Planner:
             if model.ranks.world_size > 1:
                 stages = repr((computed, config.multi_stage.layers_per_stage))
                 if stages not in self._whole:
-                    undivided = dataclasses.replace(UNDIVIDED, tensor_parallel=options.tensor_parallel)
+                    undivided = dataclasses.replace(
+                        UNDIVIDED, tensor_parallel=options.tensor_parallel
+                    )
                     size = group.layers.world_size
                     layers = SimulatedGroup(0, size, self.device_type, options=undivided)
-                    self._whole[stages] = planned_model(one_micro_batch, layers, self.device_type), layers.traffic
+                    self._whole[stages] = (
+                        planned_model(one_micro_batch, layers, self.device_type),
+                        layers.traffic,
+                    )
                 whole, traffic = self._whole[stages]
             measured = self._measured.setdefault(computed, {})
             self._partitions[key] = Partition(model, whole, traffic, self.device_type, measured)
@@ -250,21 +288,29 @@ class Planner:
 
 
 def _traffic_between_passes(config: Config, partition: Partition) -> dict[str, Total]:
-    """Return the whole step's traffic; most micro-batches repeat the communication of those before them."""
+    """Return the whole step's traffic; most micro-batches repeat the communication of those before
+    them."""
     few, more, periods = partition.periods(config)
     micro_batch, level = planned_micro_batch(config), config.performance.mlp_recompute_level
 
     def counted(size: tuple[int, int]) -> dict[str, Total]:
         return count_traffic(partition.model, partition.steps(config, level, size), micro_batch)
 
-    return traffic_sum((counted(few), 1 - periods), (counted(more), periods)) if periods else counted(few)
+    return (
+        traffic_sum((counted(few), 1 - periods), (counted(more), periods))
+        if periods
+        else counted(few)
+    )
 
 
-def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: MicroBatch) -> dict[str, Total]:
-    """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic` counts them.
+def count_traffic(
+    model: MultiStage, schedule: Sequence[Step], micro_batch: MicroBatch
+) -> dict[str, Total]:
+    """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic`
+    counts them.
 
-    Excludes collectives inside the passes. Counts the second of two steps, which does not gather again what a buffer
-    still holds.
+    Excludes collectives inside the passes. Counts the second of two steps, which does not gather
+    again what a buffer still holds.
     """
     traffic = model.group.traffic
     micro_batches = [micro_batch] * (1 + max(step.micro_batch for step in schedule))
@@ -276,7 +322,8 @@ def count_traffic(model: MultiStage, schedule: Sequence[Step], micro_batch: Micr
     passes = "forward", "backward", "backward_input", "backward_weights"
     verbs = {
         stage.index: SimpleNamespace(
-            **{name: getattr(stage, name) for name in names}, **dict.fromkeys(passes, lambda *_: result)
+            **{name: getattr(stage, name) for name in names},
+            **dict.fromkeys(passes, lambda *_: result),
         )
         for stage in model.memory.stages
     }

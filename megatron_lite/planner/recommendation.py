@@ -1,4 +1,5 @@
-"""The end of a dry run: layouts that fit, their predicted speed, and a command that runs the best one."""
+"""The end of a dry run: layouts that fit, their predicted speed, and a command that runs the best
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from megatron_lite.config import Config
 from megatron_lite.config.values import counted
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
-from megatron_lite.planner.command import PROGRAM, changed_words, hours, launcher, layout_of_nodes, quoted, write_job
+from megatron_lite.planner.command import (
+    PROGRAM,
+    changed_words,
+    hours,
+    launcher,
+    layout_of_nodes,
+    quoted,
+    write_job,
+)
 from megatron_lite.planner.devices import GIB, GPUS_PER_NODE
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.search import (
@@ -35,14 +44,25 @@ from megatron_lite.validation.rules import Note
 
 WIDTH = 118
 ROWS = 10  # layouts that are shown
-TITLES = ("ZeRO", "micro-batches", "MLP recompute", "recomputed blocks", "split", "state GiB", "needs GiB", "sent GiB")
+TITLES = (
+    "ZeRO",
+    "micro-batches",
+    "MLP recompute",
+    "recomputed blocks",
+    "split",
+    "state GiB",
+    "needs GiB",
+    "sent GiB",
+)
 
 
 def wrapped(*notes: Note | str) -> Iterator[str]:
     """Yield notes in lines of the report's width; a text is a remark."""
     for note in notes:
         text = note if isinstance(note, str) else f"{'WARNING: ' * note.is_warning}{note.text}"
-        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        yield from textwrap.wrap(
+            text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
 
 
 def smallest_world(search: Search) -> Search:
@@ -93,7 +113,8 @@ def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[
 
 
 def _no_layout(search: Search, needed: int) -> str:
-    """Say that no layout fits, and how much a rank needs with every memory-saving option and on the most GPUs."""
+    """Say that no layout fits, and how much a rank needs with every memory-saving option and on the
+    most GPUs."""
     said = f"does not fit: {needed / GIB:,.1f} GiB of {search.device_bytes / GIB:,.1f} GiB"
     try:
         if (least := search.least_bytes) < math.inf:
@@ -103,12 +124,17 @@ def _no_layout(search: Search, needed: int) -> str:
             said += f"; no flags fit {counted(search.world_size, 'GPU')}, and {ranks:,} GPUs are the fewest that fit"
             return f"{said}: plan for them with --world_size={ranks}"
         more = search.larger_sizes()
-        if more and (least := dataclasses.replace(search, world_size=more[-1]).least_bytes) < math.inf:
+        if (
+            more
+            and (least := dataclasses.replace(search, world_size=more[-1]).least_bytes) < math.inf
+        ):
             said += f", {least / GIB:,.1f} GiB on {more[-1]:,} GPUs, the most that share its batch"
     except SearchTooLongError:
         less = "use a smaller model, smaller micro-batches, a higher --zero_stage, or more ranks"
         return f"{said}; the search for flags that fit was given up after {SEARCH_S:g} s; {less}"
-    return f"{said}; no flags fit: use a smaller model, shorter samples, or devices with more memory"
+    return (
+        f"{said}; no flags fit: use a smaller model, shorter samples, or devices with more memory"
+    )
 
 
 def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -> Iterator[str]:
@@ -116,7 +142,11 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -
     needed, space = plan.needed_bytes() / GIB, search.device_bytes / GIB
     if present is not None:
         faster = present.time.seconds / best.time.seconds
-        more = f"; the recommended layout is {faster:.2f} times as fast" if faster > 1.02 else "; no layout is faster"
+        more = (
+            f"; the recommended layout is {faster:.2f} times as fast"
+            if faster > 1.02
+            else "; no layout is faster"
+        )
         if plan.needed_bytes() > search.usable_bytes:
             roomier = best.plan.needed_bytes() <= search.usable_bytes
             more = f"; less than {SPARE:.0%} are free{', unlike with the recommended layout' if roomier else ''}"
@@ -140,8 +170,13 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
         ranks += f" ({search.speeds.device})"
     sizes = {"TP": search.tensor_parallel, "PP": search.pipeline_parallel}
     tensor = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
-    yield (f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):")
-    rows = [("", *TITLES, "s/step", "tokens/s"), *(("*" * (layout is best), *_cells(layout)) for layout in shown)]
+    yield (
+        f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):"
+    )
+    rows = [
+        ("", *TITLES, "s/step", "tokens/s"),
+        *(("*" * (layout is best), *_cells(layout)) for layout in shown),
+    ]
     yield from aligned(rows, ())
     for line in [*search.speeds_of(best.config).assumptions, *_other_threads(search, best.config)]:
         yield from wrapped(f"  {line}")
@@ -164,8 +199,14 @@ def _cells(layout: Layout) -> Iterator[str]:
     recompute = config.performance
     order = "breadth" if batch.breadth_first_micro_batches > 1 else "depth"
     count = batch.depth_first_micro_batches * batch.breadth_first_micro_batches
-    yield f"{stages.zero_stage}" + (f", S={shard}" if (shard := config.distributed.data_parallel_shard) else "")
-    yield f"{batch.micro_batch_size} x {count:,} {order}" if count > 1 else f"{batch.micro_batch_size} x 1"
+    yield f"{stages.zero_stage}" + (
+        f", S={shard}" if (shard := config.distributed.data_parallel_shard) else ""
+    )
+    yield (
+        f"{batch.micro_batch_size} x {count:,} {order}"
+        if count > 1
+        else f"{batch.micro_batch_size} x 1"
+    )
     yield recompute.mlp_recompute_level
     yield f"{recompute.recompute_layers} of {config.model.num_layers}"
     yield "yes" if stages.split_master_weights else "no"
@@ -181,12 +222,18 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
     config, time = best.config, best.time
     iterations = config.training.train_iters
     parts = {**time.parts, "exposed communication": time.exposed_s}
-    shares = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
+    shares = ", ".join(
+        f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts.items() if seconds > 0
+    )
     hidden_s = time.communication_s - time.exposed_s
     hidden = f"; {hidden_s:,.3g} s of communication are overlapped" if hidden_s > 0 else ""
     yield from wrapped(f"a step of {time.seconds:,.3g} s: {shares}{hidden}")
     seconds = time.seconds * iterations
-    gpu_hours = "" if search.device_type == "cpu" else f", {seconds / 3600 * best.plan.world_size:,.1f} GPU-hours"
+    gpu_hours = (
+        ""
+        if search.device_type == "cpu"
+        else f", {seconds / 3600 * best.plan.world_size:,.1f} GPU-hours"
+    )
     tokens = batch_schedule(config.batch).consumed_tokens(iterations)
     yield f"the run: {iterations:,} iterations, {tokens:,} tokens, {hours(seconds)} of training{gpu_hours}"
     yield from _epochs(config, best.plan.world_size)
@@ -197,12 +244,17 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:
-    """Say how often training reads the data, if the data is on this machine; nothing else in a plan needs it."""
-    if config.data.dataset_source == "random" or not (config.data.data_path and config.training.train_iters):
+    """Say how often training reads the data, if the data is on this machine; nothing else in a plan
+    needs it."""
+    if config.data.dataset_source == "random" or not (
+        config.data.data_path and config.training.train_iters
+    ):
         return
     try:
         options = config.distributed
-        source = open_data(config, 0, world_size // (options.tensor_parallel * options.pipeline_parallel))
+        source = open_data(
+            config, 0, world_size // (options.tensor_parallel * options.pipeline_parallel)
+        )
     except (RunError, OSError) as error:
         yield from wrapped(f"epochs over the data: unknown; {str(error).partition(';')[0]}")
         return

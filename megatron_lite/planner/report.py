@@ -1,4 +1,5 @@
-"""`--dry_run=1`: print what a run would need, on any machine, without a process group or the device."""
+"""`--dry_run=1`: print what a run would need, on any machine, without a process group or the
+device."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from megatron_lite.errors import EXIT_DONE, UsageError
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
-from megatron_lite.planner.devices import DEFAULT_GPU, GIB, MIB, PLANNED_GPU_BYTES, gpu_of, planned_type
+from megatron_lite.planner.devices import (
+    DEFAULT_GPU,
+    GIB,
+    MIB,
+    PLANNED_GPU_BYTES,
+    gpu_of,
+    planned_type,
+)
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.recommendation import recommendation, smallest_world, wrapped
 from megatron_lite.planner.search import Changes, Search, recommended
@@ -32,16 +40,23 @@ from megatron_lite.zero.stage import Stage
 
 
 def dry_run(
-    config: Config, asked: Config, world_size: int, notes: Sequence[Note], argv: Sequence[str], prints: bool
+    config: Config,
+    asked: Config,
+    world_size: int,
+    notes: Sequence[Note],
+    argv: Sequence[str],
+    prints: bool,
 ) -> int:
-    """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return the exit code.
+    """Plan a resolved configuration for `world_size` ranks, print the plan if `prints`, and return
+    the exit code.
 
     The plan ends with layouts that fit and a command that runs the best one.
 
     asked: `config` as typed. notes, argv: the command line's notes and words.
 
     Raises:
-        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too large to address.
+        UsageError: if a pattern of --freeze or --lr_scales matches nothing, or a tensor is too
+        large to address.
     """
     device_type = planned_type(config.distributed)
     memory, _ = planned_memory(config.distributed, world_size)
@@ -54,8 +69,13 @@ def dry_run(
         config, choices = resolve_auto(config, search.world_size, device_type, memory, search.nodes)
         plan = make_plan(config, search.world_size, device_type)
         answer = recommendation(plan, changes, search, argv)
-    except (RuntimeError, OverflowError) as error:  # a tensor above 2**63 bytes, even on the meta device
-        raise UsageError(f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)") from error
+    except (
+        RuntimeError,
+        OverflowError,
+    ) as error:  # a tensor above 2**63 bytes, even on the meta device
+        raise UsageError(
+            f"--dry_run=1: {error}; write smaller sizes (--hidden_size, --vocab_size ...)"
+        ) from error
     if prints:
         more = wrapped(*notes, *(Note(text, is_warning=True) for text in warnings(config)))
         exit_status.print_page("\n".join([*describe(plan, memory, choices), *more, *answer]))
@@ -63,7 +83,8 @@ def dry_run(
 
 
 def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Changes]:
-    """Return the options, and their changes: as asked if these fit the search's ranks, otherwise as recommended.
+    """Return the options, and their changes: as asked if these fit the search's ranks, otherwise as
+    recommended.
 
     config: resolved for another number of ranks.
     """
@@ -79,9 +100,14 @@ def planned_memory(distributed: DistributedConfig, world_size: int) -> tuple[int
     if distributed.device_memory_gib is not None:
         return int(distributed.device_memory_gib * GIB), "--device_memory_gib"
     if planned_type(distributed) == "cpu":
-        return device_memory_bytes(torch.device("cpu"), world_size), "a rank's share of this machine's memory"
+        return device_memory_bytes(
+            torch.device("cpu"), world_size
+        ), "a rank's share of this machine's memory"
     size, name = gpu_of(distributed).memory_bytes, distributed.gpu or DEFAULT_GPU
-    return size, "what torch reports of a GPU of 80 GB" if size == PLANNED_GPU_BYTES else f"those of {name}"
+    return (
+        size,
+        "what torch reports of a GPU of 80 GB" if size == PLANNED_GPU_BYTES else f"those of {name}",
+    )
 
 
 def describe(plan: Plan, device_bytes: int, choices: Sequence[Note]) -> list[str]:
@@ -142,7 +168,9 @@ def _model(plan: Plan) -> Iterator[str]:
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
     """Return a key: consecutive stages with equal keys share a row; the two ends stay separate."""
     in_the_middle = 0 < stage.index < len(plan.model.all_stages) - 1
-    place = plan.model.stages.index(stage) - stage.index  # differs between chunks of a pipeline rank
+    place = (
+        plan.model.stages.index(stage) - stage.index
+    )  # differs between chunks of a pipeline rank
     return in_the_middle, place, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
 
@@ -154,7 +182,9 @@ def _stage_row(plan: Plan, run: Sequence[Stage]) -> str:
     names = [str(layer.name) for stage in run for layer in stage.layers]
     name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition('.')[2]}"
     size = run[0].numel * plan.model.precision.training.itemsize
-    return _row(name, str(len(run[0].layers)), f"{_elements(run[0]):,}", f"{run[0].numel:,}", _mib(size))
+    return _row(
+        name, str(len(run[0].layers)), f"{_elements(run[0]):,}", f"{run[0].numel:,}", _mib(size)
+    )
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -163,7 +193,11 @@ def _batch(plan: Plan) -> Iterator[str]:
     iterations, tokens = training.train_iters, batch.batch_size * batch.sequence_length
     ranks, tensor = plan.model.group.world_size, plan.model.tensor.world_size
     padding = batch.micro_batch_size * batch.sequential_micro_batches * ranks - batch.batch_size
-    groups = counted(ranks, "rank") if tensor == 1 else f"{counted(ranks, 'group')} of {tensor} tensor-parallel ranks"
+    groups = (
+        counted(ranks, "rank")
+        if tensor == 1
+        else f"{counted(ranks, 'group')} of {tensor} tensor-parallel ranks"
+    )
     yield (
         f"{'largest batch' if batch.batch_size_schedule else 'batch'}: {batch.batch_size:,} samples = "
         f"{batch.micro_batch_size:,} per micro-batch x {batch.depth_first_micro_batches:,} depth-first x "
@@ -194,17 +228,25 @@ def _state(plan: Plan) -> Iterator[str]:
     yield _title("state", "count", "bytes", "MiB")
     for row in rows:
         yield _row(row.kind, f"{row.count:,}", f"{row.bytes:,}", _mib(row.bytes))
-    yield _row("total", f"{sum(row.count for row in rows):,}", f"{plan.state_bytes:,}", _mib(plan.state_bytes))
+    yield _row(
+        "total",
+        f"{sum(row.count for row in rows):,}",
+        f"{plan.state_bytes:,}",
+        _mib(plan.state_bytes),
+    )
 
 
 def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
-    """Yield the activation table: one column per recompute level, in MiB; a block's saved tensors by kind."""
+    """Yield the activation table: one column per recompute level, in MiB; a block's saved tensors
+    by kind."""
     chosen = plan.config.performance.mlp_recompute_level
     levels = list(plan.activations.values())
     blocks = [max(level.saved[1:-1], key=Saved.total) for level in levels]
     held = counted(plan.config.batch.breadth_first_micro_batches or 1, "micro-batch")
     needed = [plan.needed_bytes(level.level) for level in levels]
-    yield _title("activations, MiB, at level", *(_level_title(level.level, chosen) for level in levels))
+    yield _title(
+        "activations, MiB, at level", *(_level_title(level.level, chosen) for level in levels)
+    )
     for kind in blocks[0]:
         yield _row(kind, *(_mib(block.get(kind, 0)) for block in blocks))
     yield _row("one block, one micro-batch", *(_mib(block.total()) for block in blocks))
@@ -218,19 +260,24 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     for name, size in plan.runtime.items():
         yield _row(name, *[_mib(size)] * len(levels))
     yield _row("needed", *map(_mib, needed))
-    fits = ("fits" if size <= device_bytes else f"{(size - device_bytes) / GIB:,.1f} GiB too much" for size in needed)
+    fits = (
+        "fits" if size <= device_bytes else f"{(size - device_bytes) / GIB:,.1f} GiB too much"
+        for size in needed
+    )
     yield _row(f"of {_mib(device_bytes)}", *fits)
     _, origin = planned_memory(plan.config.distributed, plan.world_size)
     yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are {origin}"
 
 
 def _level_title(level: str, chosen: str) -> str:
-    """Return a column title. Levels by block are printed below the table; their column shows the largest block."""
+    """Return a column title. Levels by block are printed below the table; their column shows the
+    largest block."""
     return ("by block" if "," in level else level) + " *" * (level == chosen)
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """Yield the mirror, and on a GPU the host memory of asynchronous checkpoints (on a CPU a row of another table)."""
+    """Yield the mirror, and on a GPU the host memory of asynchronous checkpoints (on a CPU a row of
+    another table)."""
     if (mirror := plan.config.checkpoint.mirror) is not None:
         yield f"mirror: {mirror} gets checkpoints and exports; a start restores from there what is missing here"
     copy = host_copy_bytes(plan.config, plan.model)

@@ -1,8 +1,8 @@
 """One search over the layouts of a run: those that fit the devices, the fastest first.
 
-A layout sets the ZeRO stage, the micro-batches, whether master weights are split, and what the backward pass
-recomputes. If none fits, a wider search also sets tensor parallelism or the number of GPUs. Plans give a layout's
-memory and `work_time.py` its time, so nothing runs.
+A layout sets the ZeRO stage, the micro-batches, whether master weights are split, and what the
+backward pass recomputes. If none fits, a wider search also sets tensor parallelism or the number of
+GPUs. Plans give a layout's memory and `work_time.py` its time, so nothing runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, Options, changed, flatten
+from megatron_lite.config import (
+    RECOMPUTE_LEVELS,
+    Config,
+    DistributedConfig,
+    Options,
+    changed,
+    flatten,
+)
 from megatron_lite.config.values import written
 from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
@@ -93,8 +100,12 @@ class Search:
     world_size: int
     device_type: str
     device_bytes: int
-    tensor: Changes = dataclasses.field(default_factory=dict)  # changes of `TENSOR` in a wider search
-    until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)  # processor time
+    tensor: Changes = dataclasses.field(
+        default_factory=dict
+    )  # changes of `TENSOR` in a wider search
+    until_s: float = dataclasses.field(
+        default_factory=lambda: time.thread_time() + SEARCH_S
+    )  # processor time
 
     @property
     def usable_bytes(self) -> int:
@@ -120,16 +131,22 @@ class Search:
     def speeds_of(self, config: Config) -> Speeds:
         """Return the speeds of the devices and of the links that a layout uses."""
         options = config.distributed
-        return self.speeds if self.speeds.path else planned_speeds(options, self.device_type, self.world_size)
+        return (
+            self.speeds
+            if self.speeds.path
+            else planned_speeds(options, self.device_type, self.world_size)
+        )
 
     def needed_bytes(self, changes: Changes) -> int | None:
-        """Return the memory that a rank needs with `changes`; None if they contradict other options."""
+        """Return the memory that a rank needs with `changes`; None if they contradict other
+        options."""
         config = self.resolved(changes)
         return None if config is None else self._planner.plan(config).needed_bytes()
 
     @functools.cached_property
     def least_bytes(self) -> float:
-        """The memory that a rank needs with every memory-saving option; infinity if these contradict others.
+        """The memory that a rank needs with every memory-saving option; infinity if these
+        contradict others.
 
         Split master weights are left out if the run fits without.
 
@@ -139,9 +156,19 @@ class Search:
         if self.is_over:
             raise SearchTooLongError
         least = math.inf
-        for zero_stage, split in ((3, False), (2, self._can_split)):  # ZeRO-3 cannot split master weights
-            changes = {**self._changes(zero_stage, 1, 1, split), **WHOLE, "eval_micro_batch_size": None}
-            for recomputed in (0, self.asked.model.num_layers):  # recomputation may need more memory than it saves
+        for zero_stage, split in (
+            (3, False),
+            (2, self._can_split),
+        ):  # ZeRO-3 cannot split master weights
+            changes = {
+                **self._changes(zero_stage, 1, 1, split),
+                **WHOLE,
+                "eval_micro_batch_size": None,
+            }
+            for recomputed in (
+                0,
+                self.asked.model.num_layers,
+            ):  # recomputation may need more memory than it saves
                 step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
                 least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
             if least <= self.usable_bytes:
@@ -160,7 +187,8 @@ class Search:
                 yield search
 
     def on_fewest_ranks(self) -> Search | None:
-        """Return the search on the next larger number of GPUs that fits, with the least tensor parallelism.
+        """Return the search on the next larger number of GPUs that fits, with the least tensor
+        parallelism.
 
         Raises:
             SearchTooLongError: if the search runs out of time.
@@ -168,11 +196,16 @@ class Search:
         for search in self._wider_groups():
             sizes = [dataclasses.replace(search, world_size=size) for size in search.larger_sizes()]
             if sizes and sizes[-1].least_bytes <= self.usable_bytes:
-                return sizes[bisect.bisect_left(sizes, True, key=lambda it: it.least_bytes <= self.usable_bytes)]
+                return sizes[
+                    bisect.bisect_left(
+                        sizes, True, key=lambda it: it.least_bytes <= self.usable_bytes
+                    )
+                ]
         return None
 
     def larger_sizes(self) -> list[int]:
-        """Return the larger GPU counts that divide the batch, ascending. On a CPU, more ranks add no memory."""
+        """Return the larger GPU counts that divide the batch, ascending. On a CPU, more ranks add
+        no memory."""
         if self.device_type != "cuda":
             return []
         sizes = (size * self.together for size in divisors(self.divided))
@@ -181,7 +214,9 @@ class Search:
     def resolved(self, changes: Changes) -> Config | None:
         """Return the options with `changes`, resolved and without `auto`; None if they conflict."""
         try:
-            config = resolve(changed(self.asked, {**self.tensor, **changes}), self.world_size, self.nodes)
+            config = resolve(
+                changed(self.asked, {**self.tensor, **changes}), self.world_size, self.nodes
+            )
             check_passes(config)
         except UsageError:
             return None
@@ -218,7 +253,8 @@ class Search:
 
     @property
     def divided(self) -> int:
-        """The samples to divide: the batch, or what divides each of a schedule; with padding, the smallest of them."""
+        """The samples to divide: the batch, or what divides each of a schedule; with padding, the
+        smallest of them."""
         batch = self.asked.batch
         if not batch.batch_size_schedule:
             return self.batch_size
@@ -244,24 +280,41 @@ class Search:
         return Planner(self.world_size, self.device_type)
 
     def _wider_groups(self) -> Iterator[Search]:
-        """Yield this search, those with more tensor parallelism, then those with pipelines of such groups, too."""
+        """Yield this search, those with more tensor parallelism, then those with pipelines of such
+        groups, too."""
         yield self
         blocks, most = self.asked.model.num_layers, TENSOR_PARALLEL[-1]
         pipelines = [(most, size) for size in PIPELINE_PARALLEL if blocks % size == 0]
-        for tensor, pipeline in [*((size, self.pipeline_parallel) for size in TENSOR_PARALLEL), *pipelines]:
+        for tensor, pipeline in [
+            *((size, self.pipeline_parallel) for size in TENSOR_PARALLEL),
+            *pipelines,
+        ]:
             if tensor >= self.tensor_parallel and tensor * pipeline > self.together:
-                yield dataclasses.replace(self, tensor=dict(zip(TENSOR, (tensor, True, pipeline), strict=True)))
+                yield dataclasses.replace(
+                    self, tensor=dict(zip(TENSOR, (tensor, True, pipeline), strict=True))
+                )
 
     def _candidates(self) -> Iterator[list[Changes]]:
-        """Yield layouts without recomputation, each with variants to try if it needs recomputation to fit."""
+        """Yield layouts without recomputation, each with variants to try if it needs recomputation
+        to fit."""
         evaluates = self.asked.batch.eval_micro_batch_size is not None
-        sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][:MOST_MICRO_BATCHES]
+        sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][
+            :MOST_MICRO_BATCHES
+        ]
         for zero_stage in (1, 2, 3) if self.world_size > self.together else (1, 3):
             for size in reversed(sizes):
                 accumulated = -(-self.divided * self.together // (size * self.world_size))
-                breadths = {1, accumulated} if accumulated <= MOST_BREADTH and zero_stage > 1 else {1}
+                breadths = (
+                    {1, accumulated} if accumulated <= MOST_BREADTH and zero_stage > 1 else {1}
+                )
                 if self.pipeline_parallel > 1:  # groups of micro-batches fill the pipeline
-                    breadths = {max(part for part in divisors(accumulated) if part <= 4 * self.pipeline_parallel)}
+                    breadths = {
+                        max(
+                            part
+                            for part in divisors(accumulated)
+                            if part <= 4 * self.pipeline_parallel
+                        )
+                    }
                     breadths |= {accumulated} if zero_stage > 1 else set()
                 for breadth in sorted(breadths):
                     splits = (False, True) if self._can_split and zero_stage < 3 else (False,)
@@ -286,7 +339,8 @@ class Search:
         }
 
     def _least_recomputation(self, variants: Sequence[Changes]) -> Layout | None:
-        """Return the layout with the least recomputation that fits, or None; ties go to the first variant."""
+        """Return the layout with the least recomputation that fits, or None; ties go to the first
+        variant."""
         best: tuple[Config, Changes] | None = None
         steps = recomputations(self.asked.model.num_layers)
         for changes in variants:
@@ -307,26 +361,41 @@ def recomputations(blocks: int) -> list[Changes]:
     """Return the choices of recomputation, from nothing to all blocks."""
     quarters = sorted({-(-blocks * quarter // 4) for quarter in range(1, 5)})
     partly = [f"activation,full:{first}" for first in quarters if first < blocks]
-    levels = [{"mlp_recompute_level": level, "recompute_layers": 0} for level in ("none", "activation", *partly)]
-    return [*levels, *({"mlp_recompute_level": "full", "recompute_layers": layers} for layers in (0, *quarters))]
+    levels = [
+        {"mlp_recompute_level": level, "recompute_layers": 0}
+        for level in ("none", "activation", *partly)
+    ]
+    return [
+        *levels,
+        *({"mlp_recompute_level": "full", "recompute_layers": layers} for layers in (0, *quarters)),
+    ]
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors, ascending; for numbers above 12 digits, only those up to 10**6."""
     root = math.isqrt(number)
     small = [size for size in range(1, min(root, 10**6) + 1) if number % size == 0]
-    return small + ([number // size for size in reversed(small) if size * size != number] if root <= 10**6 else [])
+    return small + (
+        [number // size for size in reversed(small) if size * size != number]
+        if root <= 10**6
+        else []
+    )
 
 
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
-    """Return a minimal set of changes that turns the options as asked into a layout; None unsets an option."""
+    """Return a minimal set of changes that turns the options as asked into a layout; None unsets an
+    option."""
     typed = flatten(asked)
     wanted = flatten(layout.config)
     plan = layout.plan
-    nodes = planned_nodes(plan.device_type, plan.world_size, layout.config.distributed.tensor_parallel)
+    nodes = planned_nodes(
+        plan.device_type, plan.world_size, layout.config.distributed.tensor_parallel
+    )
     needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
     # The ZeRO stage and the micro-batch size come last, because other options follow from them.
-    for name in sorted(needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)):
+    for name in sorted(
+        needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)
+    ):
         fewer = {other: value for other, value in needed.items() if other != name}
         try:
             resolved = flatten(resolve(changed(asked, fewer), plan.world_size, nodes))
@@ -338,27 +407,43 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
 
 
 def recommended(layouts: Sequence[Layout], asked: Config, usable_bytes: int) -> Layout:
-    """Return the layout that needs the least memory, of the fastest and those nearly as fast that `usable_bytes` hold.
+    """Return the layout that needs the least memory, of the fastest and those nearly as fast that
+    `usable_bytes` hold.
 
-    `asked`, resolved, stays if it is one of them. layouts: the fastest first; if none fits, all of them count.
+    `asked`, resolved, stays if it is one of them. layouts: the fastest first; if none fits, all of
+    them count.
     """
-    fitting = [layout for layout in layouts if layout.plan.needed_bytes() <= usable_bytes] or layouts
-    near = [layout for layout in fitting if layout.time.seconds <= fitting[0].time.seconds * (1 + LEAST_GAIN)]
+    fitting = [
+        layout for layout in layouts if layout.plan.needed_bytes() <= usable_bytes
+    ] or layouts
+    near = [
+        layout
+        for layout in fitting
+        if layout.time.seconds <= fitting[0].time.seconds * (1 + LEAST_GAIN)
+    ]
     options = flatten(asked)
-    same = [layout for layout in near if all(options[name] == value for name, value in layout.values().items())]
+    same = [
+        layout
+        for layout in near
+        if all(options[name] == value for name, value in layout.values().items())
+    ]
     return min(same or near, key=lambda layout: layout.plan.needed_bytes())
 
 
-# -- advice for a run that ran out of memory ---------------------------------------------------------------------------
+# -- advice for a run that ran out of memory
+# ---------------------------------------------------------------------------
 
 
 def remedies(search: Search) -> list[Remedy]:
-    """Return single options that save memory, as far as found in time, the least costly in speed first."""
+    """Return single options that save memory, as far as found in time, the least costly in speed
+    first."""
     config, needed = search.resolved({}), search.needed_bytes({})
     if config is None or needed is None:
         return []
     found: list[Remedy] = []
-    options = [(search, name, changes[name], changes) for name, changes in _single_options(search, config)]
+    options = [
+        (search, name, changes[name], changes) for name, changes in _single_options(search, config)
+    ]
     for ranks in search.larger_sizes()[:1]:
         options.append((dataclasses.replace(search, world_size=ranks), "world_size", ranks, {}))
     for run, name, value, changes in options:
@@ -366,18 +451,27 @@ def remedies(search: Search) -> list[Remedy]:
             break
         saving = needed - (run.needed_bytes(changes) or needed)
         if saving >= SMALLEST_SAVING * needed:
-            found.append(Remedy(name, value if type(value) is int else written(value), saving, _flags(changes)))
+            found.append(
+                Remedy(
+                    name, value if type(value) is int else written(value), saving, _flags(changes)
+                )
+            )
     return found
 
 
 def less_memory(search: Search) -> str:
-    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if unknown."""
+    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if
+    unknown."""
     if (needed := search.needed_bytes({})) is None:
         return ""
     limit = min(search.device_bytes, int(needed * ADVISED_SHARE))
     smaller = dataclasses.replace(search, device_bytes=limit)
     if not smaller.layouts:
-        return "" if smaller.is_over else "no flags save enough: use a smaller model, shorter samples, or more memory"
+        return (
+            ""
+            if smaller.is_over
+            else "no flags save enough: use a smaller model, shorter samples, or more memory"
+        )
     config = search.resolved({})
     assert config is not None, "planned"
     best = recommended(smaller.layouts, config, smaller.usable_bytes)
@@ -391,7 +485,8 @@ def _flags(changes: Changes) -> str:
 
 
 def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Changes]]:
-    """Yield each memory-saving option with all changes that it requires. config: the run's, resolved."""
+    """Yield each memory-saving option with all changes that it requires. config: the run's,
+    resolved."""
     asked = search.asked
     batch = config.batch
     stages = search.asked.multi_stage
@@ -401,7 +496,9 @@ def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Chang
     order = ("depth_first_micro_batches", "sequential_micro_batches")
     same_batch: Changes = {} if given else {"batch_size": search.batch_size}
     same_batch.update({name: None for name in order if getattr(asked.batch, name)})
-    for size in [size for size in divisors(search.share) if size <= batch.micro_batch_size // 2][-1:]:
+    for size in [size for size in divisors(search.share) if size <= batch.micro_batch_size // 2][
+        -1:
+    ]:
         yield "micro_batch_size", {**same_batch, "micro_batch_size": size}
     if (asked.batch.breadth_first_micro_batches or 1) > 1:
         yield "breadth_first_micro_batches", {**same_batch, "breadth_first_micro_batches": None}
@@ -413,15 +510,25 @@ def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Chang
         yield "mlp_recompute_level", {"mlp_recompute_level": level}
     if config.performance.recompute_layers < blocks:
         yield "recompute_layers", {"recompute_layers": blocks}
-    buffers = {name: None for name in ("num_weight_buffers", "num_grad_buffers") if (getattr(stages, name) or 0) > 2}
+    buffers = {
+        name: None
+        for name in ("num_weight_buffers", "num_grad_buffers")
+        if (getattr(stages, name) or 0) > 2
+    }
     for zero_stage in range(config.multi_stage.zero_stage + 1, 4):
         yield "zero_stage", {"zero_stage": zero_stage, **buffers}
     if config.distributed.data_parallel_shard:
         yield "data_parallel_shard", {"data_parallel_shard": 0}
     for size in TENSOR_PARALLEL:
-        if size > search.tensor_parallel and search.world_size % (size * search.pipeline_parallel) == 0:
+        if (
+            size > search.tensor_parallel
+            and search.world_size % (size * search.pipeline_parallel) == 0
+        ):
             tensor = dict(zip(TENSOR, (size, True), strict=False))
-            yield "tensor_parallel", {**tensor, **same_batch, "micro_batch_size": batch.micro_batch_size}
+            yield (
+                "tensor_parallel",
+                {**tensor, **same_batch, "micro_batch_size": batch.micro_batch_size},
+            )
             break
     if config.distributed.training_dtype == "bf16" and not stages.split_master_weights:
         yield "split_master_weights", {"split_master_weights": True}

@@ -1,4 +1,5 @@
-"""Kinds of work, and the speeds of a device and its links: from a data sheet, or from `scripts.benchmarks.machine`."""
+"""Kinds of work, and the speeds of a device and its links: from a data sheet, or from
+`scripts.benchmarks.machine`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from megatron_lite.errors import DamagedError, UsageError
 FORMAT, VERSION = "megatron_lite_machine_speeds", 2
 MAX_BYTES = 2**20
 PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
-EIGHT_BITS = "8 bits"  # a product of rounded factors, by units for 8 bits; only data sheets have its speed
+EIGHT_BITS = (
+    "8 bits"  # a product of rounded factors, by units for 8 bits; only data sheets have its speed
+)
 AXES = ("tokens", "inputs", "outputs")
 ATTENTION_KINDS = ("fused forward", "fused backward", "math forward", "math backward")
 
@@ -31,7 +34,8 @@ Seconds = Annotated[int | float, Rule("a time", lambda value: 0 <= value < 1e30)
 Name = Annotated[str, Rule("a name", lambda value: 0 < len(value) <= 200 and value.isprintable())]
 
 
-# -- work --------------------------------------------------------------------------------------------------------------
+# -- work
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Product(NamedTuple):
@@ -62,7 +66,13 @@ class Attention(NamedTuple):
     def flops(self) -> float:
         """FLOPs within causal mask and window; the backward pass has 5 products."""
         keys = self.window * (1 - self.window / (2 * self.length))
-        return (10.0 if self.kind.endswith("backward") else 4.0) * self.heads * self.length * self.channels * keys
+        return (
+            (10.0 if self.kind.endswith("backward") else 4.0)
+            * self.heads
+            * self.length
+            * self.channels
+            * keys
+        )
 
 
 class Pass(NamedTuple):
@@ -75,19 +85,25 @@ class Pass(NamedTuple):
 Item = Product | Attention | Pass
 
 
-# -- speeds ------------------------------------------------------------------------------------------------------------
+# -- speeds
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Grid(NamedTuple):
-    """FLOP/s of products on a grid of sizes, interpolated log-linearly and clamped at the border."""
+    """FLOP/s of products on a grid of sizes, interpolated log-linearly and clamped at the
+    border."""
 
     tokens: list[Positive]
     inputs: list[Positive]
     outputs: list[Positive]
-    flops_per_s: dict[str, list[list[list[Positive]]]]  # by kind; indexed by the position on each axis
+    flops_per_s: dict[
+        str, list[list[list[Positive]]]
+    ]  # by kind; indexed by the position on each axis
 
 
-def _interpolated(table: Sequence[Any], axes: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
+def _interpolated(
+    table: Sequence[Any], axes: Sequence[Sequence[float]], sizes: Sequence[float]
+) -> float:
     """Interpolate between a table's corners around the sizes."""
     total = 0.0
     for corner in itertools.product(*map(_between, axes, sizes)):
@@ -110,12 +126,17 @@ class DtypeSpeeds(NamedTuple):
     """Speeds in one training dtype."""
 
     products: Grid
-    attention_flops_per_s: dict[str, list[tuple[Positive, Positive]]]  # by "fused forward" ...: (length, FLOP/s)
-    seconds_per_byte: dict[str, Positive]  # of passes over memory, by kind; "copy_" for kinds without a number
+    attention_flops_per_s: dict[
+        str, list[tuple[Positive, Positive]]
+    ]  # by "fused forward" ...: (length, FLOP/s)
+    seconds_per_byte: dict[
+        str, Positive
+    ]  # of passes over memory, by kind; "copy_" for kinds without a number
 
 
 class CollectiveSpeed(NamedTuple):
-    """The cost of one kind of collective: a latency, and a bandwidth for the bytes that a rank sends."""
+    """The cost of one kind of collective: a latency, and a bandwidth for the bytes that a rank
+    sends."""
 
     latency_s: Seconds
     bytes_per_s: Positive
@@ -161,7 +182,8 @@ class Speeds:
         return self.device_type == "cuda"
 
     def item_s(self, item: Item, dtype: str) -> float:
-        """Return the time of one item. A product takes the longer of its arithmetic and its memory traffic."""
+        """Return the time of one item. A product takes the longer of its arithmetic and its memory
+        traffic."""
         speeds = self.dtypes[dtype]
         copy_s = speeds.seconds_per_byte["copy_"]
         if isinstance(item, Pass):
@@ -185,10 +207,14 @@ class Speeds:
 
     def traffic_s(self, traffic: Mapping[str, Total]) -> float:
         """Return the time of all collectives."""
-        return sum(self.collective_s(kind, total.collectives, total.wire_bytes) for kind, total in traffic.items())
+        return sum(
+            self.collective_s(kind, total.collectives, total.wire_bytes)
+            for kind, total in traffic.items()
+        )
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file
+# ----------------------------------------------------------------------------------------------------------
 
 
 def read_speeds(path: Path) -> Speeds:
@@ -205,7 +231,10 @@ def read_speeds(path: Path) -> Speeds:
         if len(text) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES:,} bytes")
         values = json.loads(text)
-        if not isinstance(values, dict) or (values.pop("format", ""), values.pop("version", 0)) != (FORMAT, VERSION):
+        if not isinstance(values, dict) or (values.pop("format", ""), values.pop("version", 0)) != (
+            FORMAT,
+            VERSION,
+        ):
             raise ValueError(f"its format is not {FORMAT} of version {VERSION}")
         return cast(Speeds, decode(Speeds, {**values, "path": str(path), "assumptions": []}))
     except OSError as error:

@@ -40,13 +40,16 @@ class Cost:
     peak: int = 0  # peak bytes above those live at its start
     change: int = 0  # bytes live at its end minus those at its start
     largest: int = 0  # bytes of its two largest new tensors
-    traffic: Mapping[str, Total] = field(default_factory=dict)  # over the tensor-parallel group, by kind
+    traffic: Mapping[str, Total] = field(
+        default_factory=dict
+    )  # over the tensor-parallel group, by kind
     work: Counter[Item] = field(default_factory=Counter)
     overlaps: Counter[Overlap] = field(default_factory=Counter)
 
 
 class StageCosts(NamedTuple):
-    """Costs of a stage's passes, each for the first micro-batch and for one that accumulates gradients.
+    """Costs of a stage's passes, each for the first micro-batch and for one that accumulates
+    gradients.
 
     weights: the second part of a backward pass in two parts, of which `backward` is the first.
     """
@@ -64,7 +67,13 @@ class StageCosts(NamedTuple):
 
     def of(self, kind: Kind) -> tuple[Cost, ...]:
         """Return the costs of a pass."""
-        return self.forward if kind == "forward" else self.weights if kind == "weights" else self.backward
+        return (
+            self.forward
+            if kind == "forward"
+            else self.weights
+            if kind == "weights"
+            else self.backward
+        )
 
 
 @dataclass
@@ -75,21 +84,28 @@ class StageMeter:
     traffic: Traffic
 
     def training(
-        self, stage: Stage, micro_batch: MicroBatch, stream: Tensor | None, keeps_input: bool, in_parts: bool = False
+        self,
+        stage: Stage,
+        micro_batch: MicroBatch,
+        stream: Tensor | None,
+        keeps_input: bool,
+        in_parts: bool = False,
     ) -> StageCosts:
         """Run two micro-batches, one after the other.
 
         Args:
             stream: shaped as the stage's input; None: the first stage.
-            keeps_input: the previous stage holds this input, its output, until its own backward pass.
-            in_parts: run a backward pass in two parts.
+            keeps_input: the previous stage holds this input, its output, until its own backward
+            pass. in_parts: run a backward pass in two parts.
         """
         both, layers = [], list[Saved]()
         for is_first in (True, False):
             with self._on_device() as meter:
                 saved = _Saved(meter)
                 self._prepare(stage, is_first)
-                batch = dataclasses.replace(micro_batch, shared={**micro_batch.shared})  # to which a stage may add
+                batch = dataclasses.replace(
+                    micro_batch, shared={**micro_batch.shared}
+                )  # to which a stage may add
                 hidden = None if stream is None else torch.empty_like(stream)
                 kept = hidden if keeps_input else None
                 self._begin(meter)
@@ -103,7 +119,9 @@ class StageMeter:
                 if is_first:
                     forward, cast_bytes = _without_casts(stage, forward)
                 if stage.runs_backward:
-                    gradient = torch.empty_like(hidden) if hidden.dim() else None  # the loss has no gradient
+                    gradient = (
+                        torch.empty_like(hidden) if hidden.dim() else None
+                    )  # the loss has no gradient
                     del hidden
                     self._begin(meter)
                     gradient = (stage.backward_input if in_parts else stage.backward)(gradient, 0)
@@ -119,7 +137,9 @@ class StageMeter:
         forward_costs, backward_costs, weights_costs = zip(*both, strict=True)
         return StageCosts(forward_costs, backward_costs, weights_costs, tuple(layers), cast_bytes)
 
-    def evaluation(self, stage: Stage, micro_batch: Any, stream: Tensor | None) -> tuple[Cost, Tensor]:
+    def evaluation(
+        self, stage: Stage, micro_batch: Any, stream: Tensor | None
+    ) -> tuple[Cost, Tensor]:
         """Run an evaluation; return its cost and the stage's output."""
         with self._on_device() as meter:
             self._prepare(stage)
@@ -185,12 +205,15 @@ class StageMeter:
 
 
 def _without_casts(stage: Stage, cost: Cost) -> tuple[Cost, int]:
-    """Return the cost of a first forward pass without the 8-bit weights that it makes, and their bytes.
+    """Return the cost of a first forward pass without the 8-bit weights that it makes, and their
+    bytes.
 
     They stay until the next gather, as the weights in the buffer do.
     """
     cast_bytes = sum(tensor.nbytes for tensor in tensors_in(stage.weights.casts.values()))
-    return dataclasses.replace(cost, peak=cost.peak - cast_bytes, change=cost.change - cast_bytes), cast_bytes
+    return dataclasses.replace(
+        cost, peak=cost.peak - cast_bytes, change=cost.change - cast_bytes
+    ), cast_bytes
 
 
 class _Saved(Observer):
@@ -221,6 +244,10 @@ def traffic_sum(*parts: tuple[Mapping[str, Total], int]) -> dict[str, Total]:
     totals: dict[str, Total] = {}
     for traffic, times in parts:
         for kind, total in traffic.items():
-            pairs = zip(dataclasses.astuple(totals.get(kind, Total())), dataclasses.astuple(total), strict=True)
+            pairs = zip(
+                dataclasses.astuple(totals.get(kind, Total())),
+                dataclasses.astuple(total),
+                strict=True,
+            )
             totals[kind] = Total(*(before + times * value for before, value in pairs))
     return totals

@@ -1,7 +1,8 @@
 """The memory of a step: the costs of its stages, summed along the engine's own schedule.
 
-A search looks at thousands of configurations, so equal stages are measured once: those whose layers compute and
-recompute the same, with the same micro-batch size. Depth-first micro-batches after the second repeat its costs.
+A search looks at thousands of configurations, so equal stages are measured once: those whose layers
+compute and recompute the same, with the same micro-batch size. Depth-first micro-batches after the
+second repeat its costs.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ Size = tuple[int, int]  # of an iteration: depth-first and breadth-first micro-b
 class Partition:
     """A rank's model for plans, shared by configurations that differ only in their steps.
 
-    whole: a model with all stages, which are measured, and the traffic of its groups; without a pipeline, `model`.
-    measured: costs of equal stages; models that compute the same may share it.
+    whole: a model with all stages, which are measured, and the traffic of its groups; without a
+    pipeline, `model`. measured: costs of equal stages; models that compute the same may share it.
     """
 
     def __init__(
-        self, model: MultiStage, whole: MultiStage, traffic: Any, device_type: str, measured: Measured
+        self,
+        model: MultiStage,
+        whole: MultiStage,
+        traffic: Any,
+        device_type: str,
+        measured: Measured,
     ) -> None:
         self.model = model
         self.whole = whole
@@ -55,19 +61,29 @@ class Partition:
         self._steps: dict[Any, list[Step]] = {}
         self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
-        self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)  # elements
+        self.largest_shard = max(
+            (part.layout.shard_numel for part in trained), default=0
+        )  # elements
         # of Muon, for one matrix at a time
         self.update_bytes = 0
         self.update_products = Counter[Product]()
         updated = [stage for stage in model.stages if stage.update_buffer is not None]
-        matrices = ((m.rows, m.columns, len(m.tiles) > 1) for stage in updated for m in matrices_of(stage))
+        matrices = (
+            (m.rows, m.columns, len(m.tiles) > 1) for stage in updated for m in matrices_of(stage)
+        )
         for (rows, columns, assembled), count in Counter(matrices).items():
             cost = self._meter.orthogonalization(rows, columns)
             self.update_bytes = max(self.update_bytes, cost.peak + 2 * rows * columns * assembled)
             products = (item for item in cost.work if isinstance(item, Product))
-            self.update_products.update({product: count * cost.work[product] for product in products})
-        gathered = max((part.replicas.gathered_numel for part in trained if part.replicas), default=0)
-        self.replica_bytes = gathered * model.precision.gradients.itemsize  # for summing gradients over ranks
+            self.update_products.update(
+                {product: count * cost.work[product] for product in products}
+            )
+        gathered = max(
+            (part.replicas.gathered_numel for part in trained if part.replicas), default=0
+        )
+        self.replica_bytes = (
+            gathered * model.precision.gradients.itemsize
+        )  # for summing gradients over ranks
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in whole.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
@@ -89,16 +105,33 @@ class Partition:
                     recomputation.append((levels[blocks], blocks < whole))
                     layer.recompute(*recomputation[-1])
                     blocks += 1
-            is_first = rank_of[stage.index] not in rank_of[1 : stage.index]  # of its rank, but for an embedding
+            is_first = (
+                rank_of[stage.index] not in rank_of[1 : stage.index]
+            )  # of its rank, but for an embedding
             makes_angles = stage.index > 0 and is_first and micro_batch.positions is not None
             before = self.whole.stages[stage.index - 1] if stage.index > 0 else None
-            keeps_input = before is not None and before.runs_backward and rank_of[before.index] == rank_of[stage.index]
-            key = (*alike, *recomputation, stage.runs_backward, stage.wants_input_gradient, keeps_input, makes_angles)
+            keeps_input = (
+                before is not None
+                and before.runs_backward
+                and rank_of[before.index] == rank_of[stage.index]
+            )
+            key = (
+                *alike,
+                *recomputation,
+                stage.runs_backward,
+                stage.wants_input_gradient,
+                keeps_input,
+                makes_angles,
+            )
             key = (len(micro_batch.tokens), key, in_parts)
             if key not in self._measured:
                 stream = self._stream(stage, micro_batch)
-                batch = dataclasses.replace(micro_batch, shared={} if makes_angles else micro_batch.shared)
-                self._measured[key] = self._meter.training(stage, batch, stream, keeps_input, in_parts)
+                batch = dataclasses.replace(
+                    micro_batch, shared={} if makes_angles else micro_batch.shared
+                )
+                self._measured[key] = self._meter.training(
+                    stage, batch, stream, keeps_input, in_parts
+                )
             costs.append(self._measured[key])
         return costs
 
@@ -110,8 +143,12 @@ class Partition:
             if key not in self._measured:
                 stream = self._stream(stage, micro_batch)
                 cost, _ = self._meter.evaluation(stage, micro_batch, stream)
-                cost = dataclasses.replace(cost, change=cost.change - (0 if stream is None else stream.nbytes))
-                self._measured[key] = StageCosts((cost, cost), (Cost(), Cost()), (Cost(), Cost()), (), 0)
+                cost = dataclasses.replace(
+                    cost, change=cost.change - (0 if stream is None else stream.nbytes)
+                )
+                self._measured[key] = StageCosts(
+                    (cost, cost), (Cost(), Cost()), (Cost(), Cost()), (), 0
+                )
             costs.append(self._measured[key])
         return costs
 
@@ -119,11 +156,18 @@ class Partition:
         """Return an evaluation's steps; one rank computes its micro-batches one by one."""
         batch, model = config.batch, self.model
         size = batch.eval_micro_batch_size or batch.micro_batch_size
-        count = Split(batch.batch_size, size, model.group.world_size).micro_steps if model.ranks.world_size > 1 else 1
-        return model.order.steps(model.ranks.rank, model.memory.plans, evaluation_passes(model.pipeline, count))
+        count = (
+            Split(batch.batch_size, size, model.group.world_size).micro_steps
+            if model.ranks.world_size > 1
+            else 1
+        )
+        return model.order.steps(
+            model.ranks.rank, model.memory.plans, evaluation_passes(model.pipeline, count)
+        )
 
     def periods(self, config: Config) -> tuple[Size, Size, int]:
-        """Return two smaller iterations, and how many times their difference is to be added to the first.
+        """Return two smaller iterations, and how many times their difference is to be added to the
+        first.
 
         Micro-batches repeat the passes of those before them, once a pipeline is full.
         """
@@ -142,7 +186,9 @@ class Partition:
         if key not in self._orders:
             order = self.model.order
             if self.model.ranks.world_size > 1:
-                durations = scheduled_durations(config, self.whole.stages, self.training(config, level))
+                durations = scheduled_durations(
+                    config, self.whole.stages, self.training(config, level)
+                )
                 order = dataclasses.replace(order, durations=durations)
             self._orders[key] = order
         return self._orders[key]
@@ -157,25 +203,36 @@ class Partition:
         return self._steps[key]
 
     def message_bytes(self, config: Config, evaluates: bool = False) -> int:
-        """Return the bytes of a micro-batch's hidden states between layers; 0 without a pipeline."""
+        """Return the bytes of a micro-batch's hidden states between layers; 0 without a
+        pipeline."""
         if self.model.ranks.world_size == 1:
             return 0
         stream = self._stream(self.whole.stages[1], planned_micro_batch(config, evaluates))
         return 0 if stream is None else stream.nbytes
 
     def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:
-        """Return a tensor shaped as a stage's input, after the first block has made what all blocks share."""
+        """Return a tensor shaped as a stage's input, after the first block has made what all blocks
+        share."""
         samples = len(micro_batch.tokens)
-        if samples not in self._streams or (micro_batch.positions is not None and not micro_batch.shared):
-            _, self._streams[samples] = self._meter.evaluation(self.whole.stages[0], micro_batch, None)
+        if samples not in self._streams or (
+            micro_batch.positions is not None and not micro_batch.shared
+        ):
+            _, self._streams[samples] = self._meter.evaluation(
+                self.whole.stages[0], micro_batch, None
+            )
             self._meter.evaluation(self.whole.stages[1], micro_batch, self._streams[samples])
         return self._streams[samples] if stage.index else None
 
 
 def _alike(layer: Any) -> tuple[Any, ...]:
     """Return a key that equal layers share, except for what they recompute."""
-    parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in layer.named_parameters())
-    rounded = (eight_bit.name.rpartition(f"{layer.name}.")[2] for eight_bit in eight_bit_of([layer]))
+    parameters = (
+        (name, parameter.shape, parameter.requires_grad)
+        for name, parameter in layer.named_parameters()
+    )
+    rounded = (
+        eight_bit.name.rpartition(f"{layer.name}.")[2] for eight_bit in eight_bit_of([layer])
+    )
     return (type(layer), *parameters, *rounded)
 
 
@@ -210,22 +267,41 @@ def activation_memory(config: Config, partition: Partition, level: str) -> Activ
     few, more, periods = partition.periods(config)
     held, needed = _walk(config, partition, partition.steps(config, level, few), costs)
     if partition.model.order.ties and partition.model.ranks.world_size > 1 and periods:
-        # A tied embedding keeps outputs and their gradients of all micro-batches for its backward passes.
-        grown = max(_walk(config, partition, partition.steps(config, level, more), costs)[1])[0] - max(needed)[0]
+        # A tied embedding keeps outputs and their gradients of all micro-batches for its backward
+        # passes.
+        grown = (
+            max(_walk(config, partition, partition.steps(config, level, more), costs)[1])[0]
+            - max(needed)[0]
+        )
         needed = [(num_bytes + periods * grown, name) for num_bytes, name in needed]
-    needed += [(partition.update_bytes, "the update"), (partition.replica_bytes, "sums of gradients")]
+    needed += [
+        (partition.update_bytes, "the update"),
+        (partition.replica_bytes, "sums of gradients"),
+    ]
     if config.training.validation_iters or config.training.test_iters:
         casts: Counter[int] = Counter()  # 8-bit weights by weight buffer, at most
         for plan in partition.model.memory.plans:
             casts |= Counter({plan.weight_buffer: costs[plan.stage].cast_bytes})
-        _, evaluated = _walk(config, partition, partition.evaluation_steps(config), partition.evaluation(config), True)
+        _, evaluated = _walk(
+            config,
+            partition,
+            partition.evaluation_steps(config),
+            partition.evaluation(config),
+            True,
+        )
         needed += [(num_bytes + casts.total(), name) for num_bytes, name in evaluated]
     peak, peak_at = max(needed, key=lambda entry: entry[0])
-    return ActivationMemory(level, [layer for stage in costs for layer in stage.saved], held, peak, peak_at)
+    return ActivationMemory(
+        level, [layer for stage in costs for layer in stage.saved], held, peak, peak_at
+    )
 
 
 def _walk(
-    config: Config, partition: Partition, schedule: Sequence[Step], costs: Sequence[StageCosts], evaluates: bool = False
+    config: Config,
+    partition: Partition,
+    schedule: Sequence[Step],
+    costs: Sequence[StageCosts],
+    evaluates: bool = False,
 ) -> tuple[int, list[tuple[int, str]]]:
     """Return the most bytes held after a forward step, and each step's peak with its name."""
     plans = {plan.stage: plan for plan in partition.model.memory.plans}
@@ -243,7 +319,10 @@ def _walk(
         cost = costs[step.stage].of(step.kind)[adds]
         live += sum(message.kind not in LOANS for message in step.receive) * message_bytes
         needed.append(
-            (live + sum(casts.values()) + cost.peak, f"{names[step.stage]} {'evaluation' if evaluates else step.kind}")
+            (
+                live + sum(casts.values()) + cost.peak,
+                f"{names[step.stage]} {'evaluation' if evaluates else step.kind}",
+            )
         )
         live += cost.change
         held = max(held, live) if step.kind == "forward" else held
@@ -255,7 +334,11 @@ def _walk(
         if step.send:
             if len(sent) == MOST_SENT:
                 live -= message_bytes * (sent.popleft() is None)
-            keeps = step.kind == "forward" and not evaluates and partition.whole.stages[step.stage].runs_backward
+            keeps = (
+                step.kind == "forward"
+                and not evaluates
+                and partition.whole.stages[step.stage].runs_backward
+            )
             sent.append(holder if keeps else None)
         holders |= {plans[stage].grad_buffer: stage for stage in step.accumulate}
         for stage, _ in step.reduce:

@@ -1,4 +1,5 @@
-"""The time of a training step, predicted from the work of a rank, its traffic, and the speeds of a machine."""
+"""The time of a training step, predicted from the work of a rank, its traffic, and the speeds of a
+machine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import Attention, Item, Pass, Product, Speeds
 from megatron_lite.zero.simulation import simulate
 
-# Bytes that an update reads and writes per element of a shard: gradient, weight and moments, without rounded weights.
+# Bytes that an update reads and writes per element of a shard: gradient, weight and moments,
+# without rounded weights.
 UPDATE_BYTES = {"adamw": 28, "muon": 20, "lion": 20, "sgd": 20}
 
 
@@ -26,7 +28,9 @@ PARTS = {Product: "products", Pass: "passes", Attention: "attention"}
 class StepTime(NamedTuple):
     """Seconds of a step on one rank."""
 
-    parts: Mapping[str, float]  # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks
+    parts: Mapping[
+        str, float
+    ]  # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks
     communication_s: float  # all collectives
     exposed_s: float  # communication not overlapped with computation
     tokens: int  # per global batch
@@ -56,7 +60,12 @@ def update_work(plan: Plan) -> Iterator[Item]:
     yield Pass(f"update {name}", numel * (UPDATE_BYTES[name] + (itemsize if itemsize < 4 else 0)))
     if config.averaging.enabled:
         yield Pass("averages", 12 * numel)
-    for product, count in plan.partition.update_products.items():  # of one Newton-Schulz step, divided among the ranks
+    for (
+        product,
+        count,
+    ) in (
+        plan.partition.update_products.items()
+    ):  # of one Newton-Schulz step, divided among the ranks
         yield product._replace(times=count * config.optimizer.muon_ns_steps / plan.world_size)
 
 
@@ -68,7 +77,9 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     for times, items in ((micro_batches, micro_batch_work(plan)), (1, Counter(update_work(plan)))):
         for item, count in items.items():
             parts[PARTS[type(item)]] += times * count * speeds.item_s(item, dtype)
-    blocks = config.model.num_layers + config.performance.recompute_layers // 3  # one recomputed is a third more
+    blocks = (
+        config.model.num_layers + config.performance.recompute_layers // 3
+    )  # one recomputed is a third more
     host = micro_batches * blocks / plan.model.ranks.world_size * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
@@ -76,11 +87,16 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     apart = (*TENSOR_KINDS, "send", "receive")
     between = {kind: total for kind, total in plan.traffic.items() if kind not in apart}
     of_data, of_tensor = (speeds.traffic_s(part) for part in (between, inside))
-    exposed = _exposed(config, of_data, sum(parts.values()), len(plan.model.stages), speeds.overlap) + of_tensor
+    exposed = (
+        _exposed(config, of_data, sum(parts.values()), len(plan.model.stages), speeds.overlap)
+        + of_tensor
+    )
     exposed -= micro_batches * sum(hidden_s(cost, speeds, dtype) for cost in plan.costs)
     if plan.model.ranks.world_size > 1:
         parts["bubble"] = _bubble_s(plan, speeds)
-    return StepTime(parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length)
+    return StepTime(
+        parts, of_data + of_tensor, exposed, config.batch.batch_size * config.batch.sequence_length
+    )
 
 
 def _bubble_s(plan: Plan, speeds: Speeds) -> float:
@@ -96,14 +112,19 @@ def _bubble_s(plan: Plan, speeds: Speeds) -> float:
     def waits(size: tuple[int, int]) -> float:
         passes = partition.order(config, level).training(math.prod(size), size[1])
         timeline = simulate(passes, model.pipeline, durations, model.order.first_trained, message_s)
-        return timeline.duration - sum(end - start for start, end in timeline.spans[model.ranks.rank])
+        return timeline.duration - sum(
+            end - start for start, end in timeline.spans[model.ranks.rank]
+        )
 
     # A few micro-batches more may wait less, where a list of passes has no period.
     return max(0.0, waits(few) + (periods * (waits(more) - waits(few)) if periods else 0.0))
 
 
-def _exposed(config: Config, communication: float, compute: float, stages: int, overlap: float) -> float:
-    """Return the exposed communication: everything with a single buffer, otherwise at least the first stage's."""
+def _exposed(
+    config: Config, communication: float, compute: float, stages: int, overlap: float
+) -> float:
+    """Return the exposed communication: everything with a single buffer, otherwise at least the
+    first stage's."""
     options = config.multi_stage
     if 1 in (options.num_weight_buffers, options.num_grad_buffers):
         return communication

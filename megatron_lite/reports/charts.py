@@ -1,4 +1,5 @@
-"""Charts of one or several runs, for pages and pictures: which metrics share a chart, and the lines to draw."""
+"""Charts of one or several runs, for pages and pictures: which metrics share a chart, and the lines
+to draw."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from megatron_lite.reports.watched_run import Curve, WatchedRun
 POINTS = 2000  # of one line; on a page, divided among the runs
 FEWEST_POINTS = 300
 MOST_MARKS = 200  # starts and dropped updates of a run
-SMOOTHED_FROM = 150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
+SMOOTHED_FROM = (
+    150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
+)
 NOISY = ("loss", "grad_norm")  # of training
 COLORS = 8
 SPEED = "tokens_per_sec_per_gpu"
@@ -65,15 +68,22 @@ CHARTS = (
     LOSSES,
     LEARNING_RATE,
     Chart("Gradient norm", "", (Metric("grad_norm", "gradient norm"),), log=True),
-    Chart("Throughput", "tokens/s", (Metric("tokens_per_sec", "all ranks"), Metric(SPEED, "per rank"))),
     Chart(
-        "Time of a step", "ms", (Metric("step_time_ms", "step"), Metric("data_wait_ms", "wait for data", dashes=(6, 3)))
+        "Throughput", "tokens/s", (Metric("tokens_per_sec", "all ranks"), Metric(SPEED, "per rank"))
+    ),
+    Chart(
+        "Time of a step",
+        "ms",
+        (Metric("step_time_ms", "step"), Metric("data_wait_ms", "wait for data", dashes=(6, 3))),
     ),
     Chart("Model FLOPs utilization", "share of the peak", (Metric("mfu", "MFU"),)),
     Chart(
         "Memory",
         "MiB",
-        (Metric("max_allocated_mib", "allocated"), Metric("max_reserved_mib", "reserved", dashes=(6, 3))),
+        (
+            Metric("max_allocated_mib", "allocated"),
+            Metric("max_reserved_mib", "reserved", dashes=(6, 3)),
+        ),
     ),
     Chart("Batch size", "samples", (Metric("batch_size", "batch size"),)),
 )
@@ -92,14 +102,19 @@ class Drawn(NamedTuple):
 
 
 def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -> Iterator[Drawn]:
-    """Yield the metrics that the runs have. With several runs, colors tell the runs apart, and dashes the metrics."""
+    """Yield the metrics that the runs have. With several runs, colors tell the runs apart, and
+    dashes the metrics."""
     alone, found = len(runs) == 1, list[Drawn]()
     for number, run in enumerate(runs):
         for place, metric in enumerate(chart.metrics):
             curve = run.metrics.curve(metric.phase, metric.name).finite()
-            if not len(curve) or (metric.name == "batch_size" and (curve.values == curve.values[0]).all()):
+            if not len(curve) or (
+                metric.name == "batch_size" and (curve.values == curve.values[0]).all()
+            ):
                 continue  # a batch size that never changes says nothing
-            if metric.name == SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(curve):
+            if metric.name == SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(
+                curve
+            ):
                 continue  # drawn where an older run lacks the total
             lines = [curve]
             if metric.phase == "training" and metric.name in NOISY and len(curve) > SMOOTHED_FROM:
@@ -109,7 +124,10 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
             found.append(Drawn(run, metric, curve, lines, color, () if alone else metric.dashes))
     for place, drawn in enumerate(found):
         later = [other.curve.values for other in found[place + 1 :] if other.metric == drawn.metric]
-        equal = [(drawn.curve.values[: len(one)] == one[: len(drawn.curve)]).mean() > 0.5 for one in later]
+        equal = [
+            (drawn.curve.values[: len(one)] == one[: len(drawn.curve)]).mean() > 0.5
+            for one in later
+        ]
         yield drawn._replace(widen=1 + 1.5 * sum(equal))
 
 
@@ -121,7 +139,10 @@ def page_data(runs: Sequence[WatchedRun]) -> JsonObject:
 
 def _marks(run: WatchedRun) -> JsonObject:
     starts = run.metrics.starts[1:]
-    named = [[start.iteration, f"start {start.number}, iteration {start.iteration:,}"] for start in starts]
+    named = [
+        [start.iteration, f"start {start.number}, iteration {start.iteration:,}"]
+        for start in starts
+    ]
     dropped = [[iteration, reason[:200]] for iteration, reason in run.metrics.dropped.items()]
     return {"starts": named[-MOST_MARKS:], "dropped": dropped[-MOST_MARKS:]}
 
@@ -131,7 +152,11 @@ def _chart_data(chart: Chart, runs: Sequence[WatchedRun]) -> JsonObject:
     legend: list[JsonObject] = []
     for drawn in draw_chart(chart, runs, max(POINTS // len(runs), FEWEST_POINTS)):
         name = drawn.metric.label if len(runs) == 1 else f"{drawn.run.name}: {drawn.metric.label}"
-        style = {"color": drawn.color, "dash": " ".join(map(str, drawn.dashes)), "widen": drawn.widen}
+        style = {
+            "color": drawn.color,
+            "dash": " ".join(map(str, drawn.dashes)),
+            "widen": drawn.widen,
+        }
         for line in drawn.lines:
             raw = line is not drawn.lines[-1]
             values = [float(f"{value:.6g}") for value in line.values.tolist()]

@@ -1,4 +1,5 @@
-"""The picture of losses: lines, axes and names in pixels, as an SVG or drawn by matplotlib in any of its formats."""
+"""The picture of losses: lines, axes and names in pixels, as an SVG or drawn by matplotlib in any
+of its formats."""
 
 from __future__ import annotations
 
@@ -96,21 +97,31 @@ def to_figure(drawing: Drawing) -> Any:
     """Return the picture as a figure of matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawing.width / 100, drawing.height / 100), dpi=DOTS_PER_INCH, facecolor="white")
+    figure = Figure(
+        figsize=(drawing.width / 100, drawing.height / 100), dpi=DOTS_PER_INCH, facecolor="white"
+    )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.set_axis_off()
     point = 72 / 100  # points of a pixel
     for shape in drawing.shapes:
         if isinstance(shape, Words):
             align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-            looks: dict[str, Any] = {"color": shape.color, "fontsize": shape.size * point, "fontweight": shape.weight}
-            axes.text(shape.x, shape.y, shape.text, horizontalalignment=align, parse_math=False, **looks)
+            looks: dict[str, Any] = {
+                "color": shape.color,
+                "fontsize": shape.size * point,
+                "fontweight": shape.weight,
+            }
+            axes.text(
+                shape.x, shape.y, shape.text, horizontalalignment=align, parse_math=False, **looks
+            )
             continue
         across, down = zip(*shape.points, strict=True)
         if shape.filled:
             axes.fill(across, down, color=shape.color, alpha=shape.opacity, linewidth=0)
         else:
-            style: Any = (0, tuple(dash / shape.width for dash in shape.dashes)) if shape.dashes else "solid"
+            style: Any = (
+                (0, tuple(dash / shape.width for dash in shape.dashes)) if shape.dashes else "solid"
+            )
             looks = {"color": shape.color, "alpha": shape.opacity, "linewidth": shape.width * point}
             axes.plot(across, down, linestyle=style, solid_joinstyle="round", **looks)
     return figure
@@ -119,7 +130,9 @@ def to_figure(drawing: Drawing) -> Any:
 class _Panel:
     """A rectangle with data coordinates and grid lines."""
 
-    def __init__(self, top: float, height: float, x_range: tuple[float, float], values: Sequence[float]) -> None:
+    def __init__(
+        self, top: float, height: float, x_range: tuple[float, float], values: Sequence[float]
+    ) -> None:
         self.top, self.bottom = top, top + height
         self.x_low, self.x_high = x_range
         low, high = min(values), max(values)
@@ -132,7 +145,8 @@ class _Panel:
         return LEFT + across * (RIGHT - LEFT), self.bottom - up * (self.bottom - self.top)
 
     def metric(self, drawn: Drawn, color: str, width: float) -> Iterator[Stroke]:
-        """Draw the lines of a metric, a raw one in pale; mark the points of a line that is too short to be seen."""
+        """Draw the lines of a metric, a raw one in pale; mark the points of a line that is too
+        short to be seen."""
         for curve in drawn.lines[:-1]:
             yield Stroke(self._places(curve), color, 0.8, opacity=0.25)
         places = self._places(drawn.lines[-1])
@@ -143,16 +157,27 @@ class _Panel:
         yield from (_mark(marker, place, color) for place in places if marker)
 
     def _places(self, curve: Curve) -> list[Point]:
-        return [self.place(*point) for point in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)]
+        return [
+            self.place(*point)
+            for point in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True)
+        ]
 
     def level(self, value: float, color: str, dashes: tuple[int, ...] = ()) -> Stroke:
         y = self.place(self.x_low, value)[1]
         return Stroke([(LEFT, y), (RIGHT, y)], color, dashes=dashes)
 
-    def grid(self, num_lines: int, form: Callable[[float], str] = "{:g}".format) -> Iterator[Stroke | Words]:
+    def grid(
+        self, num_lines: int, form: Callable[[float], str] = "{:g}".format
+    ) -> Iterator[Stroke | Words]:
         for value in round_ticks(self.low, self.high, num_lines):
             yield self.level(value, GRID_COLOR)
-            yield Words(LEFT - 8, self.place(self.x_low, value)[1] + 4, form(value), MUTED_COLOR, anchor="end")
+            yield Words(
+                LEFT - 8,
+                self.place(self.x_low, value)[1] + 4,
+                form(value),
+                MUTED_COLOR,
+                anchor="end",
+            )
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
@@ -161,14 +186,20 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     rounding = 1e-9  # 6e-4 / 2e-4 is below 3
-    return [index * step for index in range(math.ceil(low / step - rounding), math.floor(high / step + rounding) + 1)]
+    return [
+        index * step
+        for index in range(math.ceil(low / step - rounding), math.floor(high / step + rounding) + 1)
+    ]
 
 
 def _mark(marker: str, place: Point, color: str) -> Stroke:
     """Return a diamond for "D", or a dot."""
     corners, radius = (4, 5.0) if marker == "D" else (16, 3.0)
     angles = [2 * math.pi * corner / corners for corner in range(corners)]
-    points = [(place[0] + radius * math.cos(angle), place[1] + radius * math.sin(angle)) for angle in angles]
+    points = [
+        (place[0] + radius * math.cos(angle), place[1] + radius * math.sin(angle))
+        for angle in angles
+    ]
     return Stroke(points, color, filled=True)
 
 
@@ -180,11 +211,15 @@ def read_losses(folders: Sequence[Path]) -> list[WatchedRun]:
         UsageError: if there are too many runs.
     """
     if len(folders) > len(PALETTE):
-        raise UsageError(f"{len(folders)} runs; a picture shows up to {len(PALETTE)}, so give fewer")
+        raise UsageError(
+            f"{len(folders)} runs; a picture shows up to {len(PALETTE)}, so give fewer"
+        )
     runs = read_runs(folders)
     for run in runs:
         if not any(draw_chart(LOSSES, [run])):
-            raise DataError(f"{run.metrics.path} has no loss yet; wait for the first log line of the run")
+            raise DataError(
+                f"{run.metrics.path} has no loss yet; wait for the first log line of the run"
+            )
     return runs
 
 
@@ -196,7 +231,10 @@ def _legend(labels: Mapping[str, str], top: float) -> tuple[list[Stroke | Words]
         width = len(label) * CHARACTER + 45
         if x > LEFT and x + width > RIGHT:
             x, y = LEFT, y + LEGEND_ROW
-        shapes += [Stroke([(x, y - 4), (x + 20, y - 4)], color, 3), Words(x + 26, y, label, color, 13)]
+        shapes += [
+            Stroke([(x, y - 4), (x + 20, y - 4)], color, 3),
+            Words(x + 26, y, label, color, 13),
+        ]
         x += width
     return shapes, y + LEGEND_ROW / 2
 
@@ -215,33 +253,43 @@ def describe(losses: Sequence[Drawn], last: int) -> str:
 
 
 def draw(runs: Sequence[WatchedRun], baselines: Sequence[tuple[str, float]]) -> Drawing:
-    """Return the losses, with the learning rate in a small panel below. baselines: names and losses."""
+    """Return the losses, with the learning rate in a small panel below. baselines: names and
+    losses."""
     losses, rates = [*draw_chart(LOSSES, runs)], [*draw_chart(LEARNING_RATE, runs)]
     several = len(runs) > 1
     first = min(int(drawn.curve.iterations[0]) for drawn in losses)
     last = max(int(drawn.curve.iterations[-1]) for drawn in losses)
     labels = {
-        PALETTE[drawn.color]: drawn.run.name if several else drawn.metric.short + " (smoothed)" * (len(drawn.lines) - 1)
+        PALETTE[drawn.color]: drawn.run.name
+        if several
+        else drawn.metric.short + " (smoothed)" * (len(drawn.lines) - 1)
         for drawn in losses
     }
     legend, top = _legend(labels, 76)
     shown = [line.values for drawn in losses for line in drawn.lines]
     values = [float(value) for line in shown for value in (line.min(), line.max())]
     panel = _Panel(top, 330, (first, last), [*values, *(value for _, value in baselines)])
-    title = Words(LEFT, 30, title_of(runs), TITLE_COLOR, 18), Words(LEFT, 52, describe(losses, last), MUTED_COLOR)
+    title = (
+        Words(LEFT, 30, title_of(runs), TITLE_COLOR, 18),
+        Words(LEFT, 52, describe(losses, last), MUTED_COLOR),
+    )
     shapes = [*title, *legend, *panel.grid(6)]
     for name, value in baselines:
         shapes.append(panel.level(value, MUTED_COLOR, (6, 4)))
         y = panel.place(first, value)[1] - 5
         shapes.append(Words(RIGHT - 4, y, f"{name}: {value:.3f}", MUTED_COLOR, anchor="end"))
     for drawn in losses:
-        shapes += panel.metric(drawn, PALETTE[drawn.color], 1.8 if drawn.metric.phase == "training" else 1.4)
+        shapes += panel.metric(
+            drawn, PALETTE[drawn.color], 1.8 if drawn.metric.phase == "training" else 1.4
+        )
     bottom = panel.bottom
     if rates:
         highest = max(float(drawn.curve.values.max()) for drawn in rates)
         top = float(f"{highest:.2g}") or 1.0  # two digits, as the log may skip the peak
         rate = _Panel(bottom + 30, 80, (first, last), [0.0, top])
-        shapes += rate.grid(RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-"))  # 0.004, 5e-5
+        shapes += rate.grid(
+            RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-")
+        )  # 0.004, 5e-5
         shapes.append(Words(LEFT + 4, rate.top - 4, "learning rate", MUTED_COLOR))
         for drawn in rates:
             shapes += rate.metric(drawn, PALETTE[drawn.color] if several else RATE_COLOR, 1.5)

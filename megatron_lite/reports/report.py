@@ -1,4 +1,5 @@
-"""report.html: one page about one or several runs, in one file that needs no network and no library."""
+"""report.html: one page about one or several runs, in one file that needs no network and no
+library."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters of each
 LONGEST_SAMPLES_LINE_BYTES = 2**22
 MOST_FOLDERS = 30  # newest checkpoints, and exports, in the table
 # Kinds of `<kind>_s` in metrics.jsonl.
-NAMES_OF_PAUSES = {"validation": "validations", "save": "checkpoints", "export": "exports", "samples": "samples"}
+NAMES_OF_PAUSES = {
+    "validation": "validations",
+    "save": "checkpoints",
+    "export": "exports",
+    "samples": "samples",
+}
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -47,7 +53,9 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     try:
         replace_file(output, text.encode())
     except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror}; choose another --output") from None
+        raise StorageError(
+            f"cannot write {output}: {error.strerror}; choose another --output"
+        ) from None
 
 
 def page(runs: Sequence[WatchedRun]) -> str:
@@ -77,7 +85,8 @@ def _file(name: str) -> str:
     return (resources.files("megatron_lite.reports") / "page" / name).read_text("utf-8")
 
 
-# -- head ----------------------------------------------------------------------------------------------------------
+# -- head
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _head(runs: Sequence[WatchedRun], title: str) -> str:
@@ -123,12 +132,18 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
             yield _Tile(f"{phase} loss", f"{curve.values[-1]:.4f}")
             if phase != "training" and len(curve) > 1:
                 best = int(curve.values.argmin())
-                yield _Tile(f"best {phase} loss", f"{curve.values[best]:.4f}", f"at {curve.iterations[best]:,}")
+                yield _Tile(
+                    f"best {phase} loss",
+                    f"{curve.values[best]:.4f}",
+                    f"at {curve.iterations[best]:,}",
+                )
     for name in ("tokens_per_sec", SPEED, "mfu"):
         curve = metrics.curve("training", name).finite()
         if len(curve):
             middle = sorted(curve.values.tolist())[len(curve) // 2]
-            yield _Tile(f"{SPEEDS[name]}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}")
+            yield _Tile(
+                f"{SPEEDS[name]}, median", f"{middle:.1%}" if name == "mfu" else f"{middle:,.0f}"
+            )
     yield _Tile("starts", f"{len(metrics.starts):,}")
     if metrics.dropped:
         yield _Tile("lines with dropped updates", f"{len(metrics.dropped):,}")
@@ -137,14 +152,16 @@ def _tiles(run: WatchedRun) -> Iterator[_Tile]:
 def _comparison(runs: Sequence[WatchedRun]) -> str:
     tiles = [{tile.name: " ".join(tile[1:]).strip() for tile in _tiles(run)} for run in runs]
     head = [
-        f'<span style="color:var(--s{number % COLORS})">{escape(run.name)}</span>' for number, run in enumerate(runs)
+        f'<span style="color:var(--s{number % COLORS})">{escape(run.name)}</span>'
+        for number, run in enumerate(runs)
     ]
     names = dict.fromkeys(name for found in tiles for name in found)
     rows = [[name, *(found.get(name, "") for found in tiles)] for name in names]
     return _table(["", *head], rows)
 
 
-# -- charts --------------------------------------------------------------------------------------------------------
+# -- charts
+# --------------------------------------------------------------------------------------------------------
 
 
 def _figures(data: JsonObject) -> Iterator[str]:
@@ -172,7 +189,8 @@ def _figures(data: JsonObject) -> Iterator[str]:
     )
 
 
-# -- sections ------------------------------------------------------------------------------------------------------
+# -- sections
+# ------------------------------------------------------------------------------------------------------
 
 
 def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
@@ -196,7 +214,9 @@ def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; empty without rows. head: HTML."""
     titles = "".join(f"<th>{title}</th>" for title in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="card scroll"><table><tr>{titles}</tr>{lines}</table></div>' if rows else ""
 
 
@@ -205,7 +225,9 @@ def _samples(root: Path) -> str:
     file = GrowingFile(root / SAMPLES_FILE, LONGEST_SAMPLES_LINE_BYTES)
     try:
         record = json.loads([line for line in (*file.new_lines(), file.rest) if line.strip()][-1])
-        samples = [sample for sample in record["samples"] if isinstance(sample, dict)][:MOST_SAMPLES]
+        samples = [sample for sample in record["samples"] if isinstance(sample, dict)][
+            :MOST_SAMPLES
+        ]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     parts = []
@@ -218,7 +240,9 @@ def _samples(root: Path) -> str:
 
 def _timing(run: WatchedRun) -> str:
     """Show the time of steps, waits and pauses that metrics.jsonl has."""
-    step, wait = (run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms"))
+    step, wait = (
+        run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms")
+    )
     if not len(step):
         return ""
 
@@ -226,7 +250,10 @@ def _timing(run: WatchedRun) -> str:
         """Return the total of a time that is logged as a mean over iterations."""
         return float(np.diff(curve.iterations, prepend=0) @ curve.values) / 1e3
 
-    rows: list[tuple[str, float]] = [("training", total_s(step)), ("  of which waiting for data", total_s(wait))]
+    rows: list[tuple[str, float]] = [
+        ("training", total_s(step)),
+        ("  of which waiting for data", total_s(wait)),
+    ]
     for kind, name in NAMES_OF_PAUSES.items():
         curve = run.metrics.curve("training", f"{kind}_s").finite()
         if len(curve):
@@ -246,7 +273,11 @@ def _folders(run: WatchedRun) -> str:
 
 def _size(folder: Path) -> str:
     try:
-        size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+        size = sum(
+            entry.stat().st_size
+            for entry in os.scandir(folder)
+            if entry.is_file(follow_symlinks=False)
+        )
     except OSError:
         return "?"
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
@@ -273,8 +304,13 @@ def _configuration(config: Options) -> str:
 
 
 def usual_values(config: Options) -> Options:
-    """Return what each option of a config.json would be if it had not been given, as in JSON; nothing if damaged."""
-    read = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items() if name in FLAGS}
+    """Return what each option of a config.json would be if it had not been given, as in JSON;
+    nothing if damaged."""
+    read = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in config.items()
+        if name in FLAGS
+    }
     try:
         usual = defaults(unflatten(read)).items()
     except Exception:  # the file may hold anything
@@ -283,14 +319,18 @@ def usual_values(config: Options) -> Options:
 
 
 def option_text(config: Options, usual: Options, name: str) -> str:
-    """Return the value of an option as text; "(derived)" follows one that the other options imply."""
+    """Return the value of an option as text; "(derived)" follows one that the other options
+    imply."""
     if name not in config:
         return "(absent)"
     value = config[name]
     if value is None or value == []:
         return "(none)"
     derived = name in FLAGS and FLAGS[name].default is None and value == usual.get(name)
-    return abridged(tuple(map(str, value)) if isinstance(value, list) else value) + " (derived)" * derived
+    return (
+        abridged(tuple(map(str, value)) if isinstance(value, list) else value)
+        + " (derived)" * derived
+    )
 
 
 def _number(value: Any) -> str:

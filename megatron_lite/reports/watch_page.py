@@ -53,7 +53,10 @@ def page(run: WatchedRun, now_s: float, width: int, unicode: bool) -> list[str]:
         [*_head(run, now_s), *_progress(run, now_s, width, unicode)],
         list(_curves(run, width, unicode)),
         [*_numbers(run, width), *_updates(run)],
-        [*_folders("checkpoints", run.checkpoints, now_s), *_folders("exports", run.exports, now_s)],
+        [
+            *_folders("checkpoints", run.checkpoints, now_s),
+            *_folders("exports", run.exports, now_s),
+        ],
         list(_warnings(run, width)),
     ]
     lines = [line for block in blocks if block for line in ("", *block)][1:]
@@ -66,7 +69,9 @@ def _head(run: WatchedRun, now_s: float) -> Iterator[str]:
     message = str(run.ending.get("message") or "")
     if run.ending.get("status") != "running" and message:
         yield message
-    newest = max(run.metrics.last.values(), key=lambda record: _float(record.get("time")) or 0.0, default={})
+    newest = max(
+        run.metrics.last.values(), key=lambda record: _float(record.get("time")) or 0.0, default={}
+    )
     time_s, usual_s = _float(newest.get("time")), _usual_interval_s(run)
     if time_s is not None:
         age_s = max(now_s - time_s, 0.0)
@@ -86,7 +91,9 @@ def _state(run: WatchedRun, now_s: float) -> str:
     if run.heartbeat_s is not None:
         silent_s = now_s - run.heartbeat_s
         if silent_s > DEAD_AFTER_S:
-            return f"no heartbeat for {format_duration(silent_s)}: the process or its machine is gone"
+            return (
+                f"no heartbeat for {format_duration(silent_s)}: the process or its machine is gone"
+            )
         return "starting" if status == "starting" else RUNNING
     return "not running" if status is None else "killed: it left no ending"
 
@@ -139,7 +146,9 @@ def _updates(run: WatchedRun) -> Iterator[str]:
         reasons = list(run.metrics.dropped.values())
         yield f"{skipped:,.0f} updates dropped" + (f"; the last, {reasons[-1]}" if reasons else "")
     if len(run.metrics.starts) > 1:
-        places = ", ".join(dict.fromkeys(f"{start.iteration:,}" for start in run.metrics.starts[-5:]))
+        places = ", ".join(
+            dict.fromkeys(f"{start.iteration:,}" for start in run.metrics.starts[-5:])
+        )
         yield f"{len(run.metrics.starts)} starts; the newest log from iterations {places}"
 
 
@@ -157,11 +166,14 @@ def _warnings(run: WatchedRun, width: int) -> Iterator[str]:
     if shown:
         yield f"the last {len(shown)} warnings:" if len(shown) > 1 else "one warning:"
         for text in shown:
-            yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", max_lines=3)
+            yield from textwrap.wrap(
+                text, width, initial_indent="  ", subsequent_indent="    ", max_lines=3
+            )
 
 
 def _usual_interval_s(run: WatchedRun) -> float | None:
-    """Return the longest recent time between two training lines of one start; None with fewer than three lines."""
+    """Return the longest recent time between two training lines of one start; None with fewer than
+    three lines."""
     times, starts = (run.metrics.curve("training", name).values[-10:] for name in ("time", "run"))
     records = itertools.pairwise(zip(times.tolist(), starts.tolist(), strict=False))
     gaps = [later - earlier for (earlier, one), (later, other) in records if one == other]
@@ -174,7 +186,8 @@ def _float(value: Any) -> float | None:
 
 
 def _cut(line: str, width: int, unicode: bool) -> str:
-    """Return the line without control characters, which a terminal would obey, and cut to the width."""
+    """Return the line without control characters, which a terminal would obey, and cut to the
+    width."""
     line = printable(line).rstrip()
     if not unicode:
         line = line.encode("ascii", "replace").decode()

@@ -1,7 +1,9 @@
-"""A run read back from its folder, also while it is running: metrics, endings, checkpoints, warnings.
+"""A run read back from its folder, also while it is running: metrics, endings, checkpoints,
+warnings.
 
-A start of the run that repeats iterations replaces everything that earlier starts logged from there on. Nothing here
-takes a lock, maps a file or waits for the kernel to report changes: see `GrowingFile`.
+A start of the run that repeats iterations replaces everything that earlier starts logged from there
+on. Nothing here takes a lock, maps a file or waits for the kernel to report changes: see
+`GrowingFile`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, parse_json, read_bytes
+from megatron_lite.checkpoint.names import (
+    MANIFEST_NAME,
+    find_checkpoints,
+    no_folder,
+    parse_json,
+    read_bytes,
+)
 from megatron_lite.config import JsonObject
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
@@ -58,19 +66,24 @@ class Curve:
         return Curve(self.iterations[keep], self.values[keep])
 
     def thinned(self, most: int) -> Curve:
-        """Return about `most` points of a finite curve, with its ends and the extremes of every part."""
+        """Return about `most` points of a finite curve, with its ends and the extremes of every
+        part."""
         if len(self) <= most:
             return self
         parts = max(most // 2 - 1, 1)
         borders = np.linspace(0, len(self), parts + 1).astype(np.int64)
         keep = {0, len(self) - 1}
         for start, end in itertools.pairwise(borders):
-            keep |= {int(start + self.values[start:end].argmin()), int(start + self.values[start:end].argmax())}
+            keep |= {
+                int(start + self.values[start:end].argmin()),
+                int(start + self.values[start:end].argmax()),
+            }
         chosen = np.array(sorted(keep))
         return Curve(self.iterations[chosen], self.values[chosen])
 
     def smoothed(self) -> Curve:
-        """Return a centred moving average over about 1/50 of a finite curve, narrower at the ends so as not to lag."""
+        """Return a centred moving average over about 1/50 of a finite curve, narrower at the ends
+        so as not to lag."""
         last, widest = len(self) - 1, len(self) // 100
         index = np.arange(len(self))
         radius = np.maximum(np.minimum(widest, np.minimum(index, last - index)), widest // 3)
@@ -85,10 +98,14 @@ def shows_unicode() -> bool:
 
 
 def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> str:
-    """Draw values as at most `width` blocks, each the mean of its share; a blank has no finite value."""
+    """Draw values as at most `width` blocks, each the mean of its share; a blank has no finite
+    value."""
     blocks = UNICODE_BLOCKS if unicode else ASCII_BLOCKS
     shares = np.array_split(values, min(width, len(values))) if len(values) else []
-    means = [float(share[np.isfinite(share)].mean()) if np.isfinite(share).any() else None for share in shares]
+    means = [
+        float(share[np.isfinite(share)].mean()) if np.isfinite(share).any() else None
+        for share in shares
+    ]
     known = [mean for mean in means if mean is not None]
     if not known:
         return " " * len(means)
@@ -112,7 +129,8 @@ class GrowingFile:
         self.rest = b""  # a last line without its line break
 
     def new_lines(self, replaced: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-        """Yield the complete new lines. A file that was replaced or became shorter is read anew, after `replaced()`.
+        """Yield the complete new lines. A file that was replaced or became shorter is read anew,
+        after `replaced()`.
 
         Raises:
             OSError: if the file cannot be read.
@@ -207,7 +225,9 @@ class Metrics:
                 iterations.append(iteration)
                 values.append(number)
         if len(self._columns) > MOST_NAMES:
-            raise DataError(f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}")
+            raise DataError(
+                f"{self.path} has more than {MOST_NAMES:,} names of numbers; it is no {METRICS_FILE}"
+            )
 
     def _begin(self, record: JsonObject, phase: str, iteration: int) -> None:
         """Note a new start of the run, and drop what it repeats."""
@@ -215,13 +235,16 @@ class Metrics:
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
             return
         if self.starts:
-            # A start begins with the evaluation that a stop left undone, or with the training after its checkpoint.
+            # A start begins with the evaluation that a stop left undone, or with the training after
+            # its checkpoint.
             first = iteration if phase == "training" else iteration + 1
             for iterations, values in self._columns.values():
                 keep = np.array(iterations) < first
                 iterations[:] = array("q", np.array(iterations)[keep].tobytes())
                 values[:] = array("d", np.array(values)[keep].tobytes())
-            self.dropped = {other: reason for other, reason in self.dropped.items() if other < first}
+            self.dropped = {
+                other: reason for other, reason in self.dropped.items() if other < first
+            }
         self.starts.append(RunStart(number, iteration))
 
     def names(self, phase: str) -> list[str]:
@@ -241,7 +264,8 @@ class Metrics:
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON number as a float; NaN for null, which stands for a number that was not finite."""
+    """Return a JSON number as a float; NaN for null, which stands for a number that was not
+    finite."""
     if type(value) not in (float, int):
         return math.nan if value is None else None
     try:
@@ -269,7 +293,9 @@ class WatchedRun:
         self.start: int | None = None  # number of the newest start
         self.ending: JsonObject = {}  # exit.json
         self.config: JsonObject = {}
-        self.heartbeat_s: float | None = None  # the last heartbeat; None: the run has left the folder
+        self.heartbeat_s: float | None = (
+            None  # the last heartbeat; None: the run has left the folder
+        )
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
         self.checkpoints: list[SavedFolder] = []  # as `_saved` lists them
         self.exports: list[SavedFolder] = []
@@ -323,11 +349,15 @@ class WatchedRun:
 
 
 def _saved(root: Path, file: str) -> list[SavedFolder]:
-    """Return the best folder and those named after iterations, newest first, with the modification time of a file."""
+    """Return the best folder and those named after iterations, newest first, with the modification
+    time of a file."""
     found, best = [], root / "best"
     with contextlib.suppress(OSError):
         # The best export is the folder itself, or a checkpoint in it.
-        for iteration, folder in (*(find_checkpoints(best) or [(0, best)]), *find_checkpoints(root)):
+        for iteration, folder in (
+            *(find_checkpoints(best) or [(0, best)]),
+            *find_checkpoints(root),
+        ):
             name = "best" if best in (folder, folder.parent) else f"{iteration:,}"
             with contextlib.suppress(OSError):
                 found.append(SavedFolder(name, folder, (folder / file).stat().st_mtime))
@@ -343,19 +373,25 @@ def watched(folder: Path, name: str = "") -> WatchedRun:
     run = WatchedRun(folder, name)
     run.metrics.update(ended=True)
     if not run.metrics.phases():
-        raise DataError(f"{run.metrics.path} has no record yet; wait for the first log line of the run")
+        raise DataError(
+            f"{run.metrics.path} has no record yet; wait for the first log line of the run"
+        )
     run.update(0.0)
     return run
 
 
 def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of experiment directories as `watched` does, with their parents' names where names are equal."""
+    """Return the runs of experiment directories as `watched` does, with their parents' names where
+    names are equal."""
     names = [folder.absolute().name for folder in folders]
     unique = [
         name if names.count(name) == 1 else str(Path(*folder.absolute().parts[-2:]))
         for folder, name in zip(folders, names, strict=True)
     ]
-    return [watched(folder, printable(name[:LONGEST_NAME])) for folder, name in zip(folders, unique, strict=True)]
+    return [
+        watched(folder, printable(name[:LONGEST_NAME]))
+        for folder, name in zip(folders, unique, strict=True)
+    ]
 
 
 def title_of(runs: Sequence[WatchedRun]) -> str:

@@ -1,1 +1,2 @@
-"""One start of the program: directory, launcher environment, exit status, stop signals, durable files, secrets."""
+"""One start of the program: directory, launcher environment, exit status, stop signals, durable
+files, secrets."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 
 def lock_file(descriptor: int, path: Path | None = None) -> bool:
-    """Lock an open file until it is closed or the process ends; return False if another process holds the lock.
+    """Lock an open file until it is closed or the process ends; return False if another process
+    holds the lock.
 
     On a file system without locks every process succeeds.
 
-    path: if given, also return False if this name no longer refers to the open file: the previous holder may have
-        renamed or removed it between our `open` and our lock.
+    path: if given, also return False if this name no longer refers to the open file: the previous
+        holder may have renamed or removed it between our `open` and our lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,7 +31,8 @@ def lock_file(descriptor: int, path: Path | None = None) -> bool:
 
 
 def replace_file(path: Path, data: bytes, sync: bool = False) -> None:
-    """Write `data` to a temporary file and rename it to `path`. sync: return only once the file is on disk.
+    """Write `data` to a temporary file and rename it to `path`. sync: return only once the file is
+    on disk.
 
     Raises:
         OSError: if the file cannot be written.

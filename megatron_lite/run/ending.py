@@ -1,7 +1,8 @@
-"""The early end of a start: the reason, reported once by the first thread that notices it, and the stacks of a rank.
+"""The early end of a start: the reason, reported once by the first thread that notices it, and the
+stacks of a rank.
 
-A backend's error about a lost rank becomes a message for the user: which rank, where, the likely cause, and where the
-run resumes. Stacks are written on SIGUSR2 and on a time-out.
+A backend's error about a lost rank becomes a message for the user: which rank, where, the likely
+cause, and where the run resumes. Stacks are written on SIGUSR2 and on a time-out.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ from megatron_lite.run.launch import is_first_on_machine
 REPORT_S = 10.0  # limit on waiting for another thread's report
 TELL_S = 1.0  # limit on waiting for another thread that writes exit.json while the start goes on
 LAUNCHER_S = 3.0  # the same after the launcher's death, which leaves five seconds
-SAME_SIGNAL_S = 1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
+SAME_SIGNAL_S = (
+    1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
+)
 SAVING_S = 1800.0  # limit on a save after a signal that killed torchrun
 ASK_S = 1.5  # ranks write their stacks within a second of a request
-KNOWING_PEER_S = 3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
-PAUSE_S = 10.0  # between stacks: when all ranks are signalled, each also requests those of all others
+KNOWING_PEER_S = (
+    3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
+)
+PAUSE_S = (
+    10.0  # between stacks: when all ranks are signalled, each also requests those of all others
+)
 
 
 class Ending:
@@ -77,29 +84,35 @@ class Ending:
         self._meeting, self.places = meeting, meeting.places
         if self.places:
             asked = "as another rank asked"
-            self._watch = PeerWatch(meeting, self.progress, self._end, lambda: self.stacks.write(asked))
+            self._watch = PeerWatch(
+                meeting, self.progress, self._end, lambda: self.stacks.write(asked)
+            )
 
     def tell(self, status: str, message: str = "") -> None:
-        """Write on rank 0 into exit.json that the start goes on; wait for the end if another thread reports it."""
+        """Write on rank 0 into exit.json that the start goes on; wait for the end if another thread
+        reports it."""
         with self._reporting:
             if self._rank == 0 and self._is_recorded():
                 exit_status.write_exit(self._own_directory(), None, status, message, self._run)
 
     def finish(self) -> None:
-        """Stop watching; call this on every rank before the first rank ends, and before the last exit.json."""
+        """Stop watching; call this on every rank before the first rank ends, and before the last
+        exit.json."""
         self._done.set()
         if self._watch is not None:
             self._watch.finish()
         self.stacks.close()
 
     def on_request(self) -> None:
-        """Answer SIGUSR2, whose handler has already written the stacks of this rank: ask the other ranks for theirs."""
+        """Answer SIGUSR2, whose handler has already written the stacks of this rank: ask the other
+        ranks for theirs."""
         self.stacks.complete()
         if self._watch is not None:
             self._watch.request_stacks()
 
     def report(self, error: BaseException) -> tuple[int, BaseException]:
-        """Report an error, unless another thread is reporting one; return the exit code and the explained error."""
+        """Report an error, unless another thread is reporting one; return the exit code and the
+        explained error."""
         if not self._reporting.acquire(timeout=TELL_S):
             time.sleep(REPORT_S)  # the other thread ends the process
             os._exit(PeerError.exit_code)
@@ -109,13 +122,17 @@ class Ending:
         announces = not self.places or isinstance(own, StoppedError)
         error = own or error
         if meeting is not None and own is not None:
-            first = meeting.bounded(lambda: meeting.announce(own) if announces else meeting.announced())
+            first = meeting.bounded(
+                lambda: meeting.announce(own) if announces else meeting.announced()
+            )
             if announces or isinstance(first, StoppedError):
                 error = first or own
         if isinstance(error, PeerError) and not isinstance(error, StoppedError) and self.places:
             error = self._explained(error)
         directory = self._own_directory()
-        prints = self._rank == 0 or (not self.places and is_first_on_machine())  # machines may differ until ranks meet
+        prints = self._rank == 0 or (
+            not self.places and is_first_on_machine()
+        )  # machines may differ until ranks meet
         code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run)
         if meeting is not None and (announces or isinstance(error, StoppedError)):
             meeting.bounded(meeting.part, PART_S)
@@ -140,11 +157,14 @@ class Ending:
             self.kill_children()
         if is_first_on_machine():
             if self._is_recorded():
-                exit_status.write_exit(self._own_directory(), PeerError.exit_code, "failed", message, self._run)
+                exit_status.write_exit(
+                    self._own_directory(), PeerError.exit_code, "failed", message, self._run
+                )
             exit_status.print_error(message, self._rank)
 
     def end_hanging(self) -> None:
-        """Kill local ranks that hung until a time-out: they hold their GPU and keep torchrun waiting."""
+        """Kill local ranks that hung until a time-out: they hold their GPU and keep torchrun
+        waiting."""
         for place in self._hanging:
             _send(place, signal.SIGKILL)
 
@@ -159,7 +179,9 @@ class Ending:
 
     def _own_directory(self) -> str | None:
         """Return the directory for exit.json; None if another start owns it by now."""
-        return None if self.experiment is not None and self.experiment.is_lost() else self._directory
+        return (
+            None if self.experiment is not None and self.experiment.is_lost() else self._directory
+        )
 
     def _near(self) -> list[Place]:
         """Return the other ranks of this machine; empty before the ranks have met."""
@@ -176,31 +198,42 @@ class Ending:
         exit_status.leave(code)  # and leave the lock: others would take the directory for lost
 
     def _let_it_save(self) -> None:
-        """Wait for this process to end if it is saving after a stop signal; return if it is not, or the save fails."""
+        """Wait for this process to end if it is saving after a stop signal; return if it is not, or
+        the save fails."""
         if not self.is_saving():
             return
         signal.alarm(0)  # see `launcher_watch.end_with_parent`
         if self._done.wait(SAVING_S):
             time.sleep(REPORT_S)
 
-    # -- a lost rank ---------------------------------------------------------------------------------------------
+    # -- a lost rank
+    # ---------------------------------------------------------------------------------------------
 
     def _explained(self, lost: PeerError) -> PeerError:
-        """Return the error about a lost peer with an explanation for the user, or that the peer was stopped."""
+        """Return the error about a lost peer with an explanation for the user, or that the peer was
+        stopped."""
         near = self._near()
         machine = self.places[self._rank].machine
         directory = self._own_directory()
-        is_silent = "imed out" in lost.detail or "did not end within" in str(lost)  # rather than a closed connection
-        is_silent = is_silent and not processes.gone(near)  # gloo's attempts to connect to a dead rank time out, too
+        is_silent = "imed out" in lost.detail or "did not end within" in str(
+            lost
+        )  # rather than a closed connection
+        is_silent = is_silent and not processes.gone(
+            near
+        )  # gloo's attempts to connect to a dead rank time out, too
         rows = [] if self._watch is None else self._watch.rows()
         newest, stopped = statuses(rows), processes.stopped(near)
         hung = stopped or _furthest_behind(self.places, newest)
         if is_silent and self._watch is not None:
             self._ask_for_stacks(self._watch, [place for place in hung if place in near])
         found = processes.gone(near, 0.0 if is_silent else processes.LEAVING_S)
-        others = list(dict.fromkeys(place.host for place in self.places if place.machine != machine))
+        others = list(
+            dict.fromkeys(place.host for place in self.places if place.machine != machine)
+        )
         deadline_s = time.monotonic() + (KNOWING_PEER_S if others and not found else 0.0)
-        while (said := exit_status.failure_of_peer(directory, self._run)) is None and time.monotonic() < deadline_s:
+        while (
+            said := exit_status.failure_of_peer(directory, self._run)
+        ) is None and time.monotonic() < deadline_s:
             time.sleep(processes.POLL_S)
         if said is not None and said[0] == PeerError.exit_code:
             message = said[1]
@@ -208,12 +241,21 @@ class Ending:
             return StoppedError(said[1])
         elif said is not None:
             first_line, _, _ = said[1].partition("\n")
-            message = f"lost {processes.names(found) or 'a rank'}, which failed by itself: {first_line}"
+            message = (
+                f"lost {processes.names(found) or 'a rank'}, which failed by itself: {first_line}"
+            )
         elif lost.names_rank and not found:
             message = str(lost)
         else:
-            why = "stopped by a signal (SIGSTOP) or a debugger" if stopped else "alive, but it hangs"
-            if self._watch is not None and not found and hung and not set(hung) & self._watch.heard(rows):
+            why = (
+                "stopped by a signal (SIGSTOP) or a debugger" if stopped else "alive, but it hangs"
+            )
+            if (
+                self._watch is not None
+                and not found
+                and hung
+                and not set(hung) & self._watch.heard(rows)
+            ):
                 why = "it cannot be reached, or its machine hangs; it was last heard of"
             message = self._loss(found) if found else self._silence(hung, why, others, newest)
         if directory is not None and not said:
@@ -223,7 +265,8 @@ class Ending:
         return explanation
 
     def _ask_for_stacks(self, watch: PeerWatch, hanging: list[Place]) -> None:
-        """Make every rank write its stacks; a hanging rank of this machine may respond only to a signal."""
+        """Make every rank write its stacks; a hanging rank of this machine may respond only to a
+        signal."""
         watch.request_stacks()
         self.stacks.write("after a time-out")
         self._hanging = hanging
@@ -244,8 +287,11 @@ class Ending:
             why = f"The kernel's out-of-memory killer has ended {victims} on {host} since the start (see `dmesg` there)"
         return f"lost {processes.names(found)} while this rank was in {self.progress.status().place()}. {why}"
 
-    def _silence(self, hung: Sequence[Place], why: str, others: Sequence[str], newest: Sequence[Collective]) -> str:
-        """Return the message when all local processes are alive. why: `hung` do not answer. others: other machines."""
+    def _silence(
+        self, hung: Sequence[Place], why: str, others: Sequence[str], newest: Sequence[Collective]
+    ) -> str:
+        """Return the message when all local processes are alive. why: `hung` do not answer. others:
+        other machines."""
         if hung:
             if newest:
                 status, furthest = newest[hung[0].rank], max(status.number for status in newest)
@@ -257,21 +303,24 @@ class Ending:
                 f"no rank of {self.places[self._rank].host} is gone: one on another host ({shorten(others)}) died, "
                 "hangs or cannot be reached; see the messages there"
             )
-        return (
-            "all ranks are alive, but one does not answer: it hangs, or a step takes longer than --distributed_timeout"
-        )
+        return "all ranks are alive, but one does not answer: it hangs, or a step takes longer than --distributed_timeout"
 
     def _resumes(self) -> str:
         if (newest := self.newest()) is None:
             return "the same command starts again"
         iteration, folder = newest
-        return f"the same command resumes from the newest checkpoint, iteration {iteration} ({folder})"
+        return (
+            f"the same command resumes from the newest checkpoint, iteration {iteration} ({folder})"
+        )
 
 
 def _furthest_behind(places: Sequence[Place], statuses: Sequence[Collective]) -> list[Place]:
-    """Return the ranks that the others wait for. statuses: the progress of each rank, in rank order, if known."""
+    """Return the ranks that the others wait for. statuses: the progress of each rank, in rank
+    order, if known."""
     least = min((status.number for status in statuses), default=0)
-    behind = [place for place, status in zip(places, statuses, strict=False) if status.number == least]
+    behind = [
+        place for place, status in zip(places, statuses, strict=False) if status.number == least
+    ]
     return behind if len(behind) < len(statuses) else []
 
 
@@ -282,10 +331,11 @@ def _send(place: Place, number: int) -> None:
 
 
 class Stacks:
-    """Writes the thread stacks and newest collectives of this rank to stderr, or after `open` to a file.
+    """Writes the thread stacks and newest collectives of this rank to stderr, or after `open` to a
+    file.
 
-    `faulthandler` writes the stacks inside the C signal handler, so that it works while a library holds the GIL. The
-    collectives follow as soon as a thread can run. Training continues.
+    `faulthandler` writes the stacks inside the C signal handler, so that it works while a library
+    holds the GIL. The collectives follow as soon as a thread can run. Training continues.
     """
 
     def __init__(self, rank: int, progress: Progress) -> None:
@@ -294,17 +344,22 @@ class Stacks:
         self._descriptor = 2
         self._written_s = -PAUSE_S
         self._lock = threading.Lock()
-        signal.signal(signal.SIGUSR2, lambda number, frame: None)  # for the wake-up descriptor of `StopSignal`
+        signal.signal(
+            signal.SIGUSR2, lambda number, frame: None
+        )  # for the wake-up descriptor of `StopSignal`
         self._register()
 
     def open(self, folder: Path | None) -> None:
-        """Write to a file in this folder from now on; stay with stderr if it is None or the file cannot be opened."""
+        """Write to a file in this folder from now on; stay with stderr if it is None or the file
+        cannot be opened."""
         if folder is None:
             return
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / f"stacks_rank_{self._rank:03d}.txt"
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
             self._register()
 
     def close(self) -> None:
@@ -317,7 +372,8 @@ class Stacks:
                 self._path.parent.rmdir()  # fails if the folder has other files
 
     def write(self, reason: str) -> None:
-        """Write the stacks of all threads and the newest collectives, at most once every PAUSE_S seconds."""
+        """Write the stacks of all threads and the newest collectives, at most once every PAUSE_S
+        seconds."""
         with self._lock:
             if time.monotonic() - self._written_s < PAUSE_S:
                 return
@@ -331,7 +387,9 @@ class Stacks:
         with self._lock:
             self._written_s = time.monotonic()
             self._write_collectives("SIGUSR2")
-            signal.siginterrupt(signal.SIGUSR2, False)  # faulthandler resets this: do not interrupt system calls
+            signal.siginterrupt(
+                signal.SIGUSR2, False
+            )  # faulthandler resets this: do not interrupt system calls
 
     def _write_collectives(self, reason: str) -> None:
         progress = self._progress

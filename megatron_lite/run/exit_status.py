@@ -1,4 +1,5 @@
-"""The final message and exit code of a program; a run also writes them to `exit.json`. Imports no torch."""
+"""The final message and exit code of a program; a run also writes them to `exit.json`. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -17,29 +18,43 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
-from megatron_lite.errors import OutOfMemoryError, PeerError, RunError, StoppedError, UsageError, as_run_error
+from megatron_lite.errors import (
+    OutOfMemoryError,
+    PeerError,
+    RunError,
+    StoppedError,
+    UsageError,
+    as_run_error,
+)
 from megatron_lite.run.durable_files import overwrite_file, replace_file
 from megatron_lite.run.experiment import is_in_use
 from megatron_lite.run.launch import is_first_on_machine, launch_rank, tell_torchrun
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
-# Space that a running start reserves in exit.json against a full disk, and how much of a message fits into it.
+# Space that a running start reserves in exit.json against a full disk, and how much of a message
+# fits into it.
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-REPORTER_S = 10.0  # limit on waiting for the rank that prints an error, before the start has a number
+REPORTER_S = (
+    10.0  # limit on waiting for the rank that prints an error, before the start has a number
+)
 OWN = ("megatron_lite", "scripts")  # if missing: a bug, or Python was started in another folder
 
 
-def report(error: BaseException, directory: str | None, *, prints: bool, rank: int = 0, run: int = -1) -> int:
+def report(
+    error: BaseException, directory: str | None, *, prints: bool, rank: int = 0, run: int = -1
+) -> int:
     """Print an error once, write it to exit.json and return the exit code.
 
-    A rank that fails by itself always prints its error. A rank that only lost a peer does not overwrite the peer's
-    exit.json, nor does a start without a number, which does not own the directory, overwrite that of another run.
+    A rank that fails by itself always prints its error. A rank that only lost a peer does not
+    overwrite the peer's exit.json, nor does a start without a number, which does not own the
+    directory, overwrite that of another run.
 
-    prints: whether this process prints an error that every rank raises. run: negative before the start has a number.
+    prints: whether this process prints an error that every rank raises. run: negative before the
+    start has a number.
     """
     if directory is not None and run < 0 and is_in_use(Path(directory)):
         directory = None
@@ -48,11 +63,14 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
         expected = RunError(f"{type(error).__name__}: {error}")
         traceback.print_exception(error)
     lost_peer = isinstance(expected, PeerError)
-    if not prints and (expected.agreed or (lost_peer and not _must_report_lost_peer(directory, rank, run))):
+    if not prints and (
+        expected.agreed or (lost_peer and not _must_report_lost_peer(directory, rank, run))
+    ):
         if not tell_torchrun(str(expected)) or lost_peer or run >= 0 or not expected.recorded:
             return expected.exit_code
-        # Once a rank has ended, torchrun ends all others, and the one that prints may still be importing. So wait for
-        # torchrun to end this rank; if it does not, nothing was printed, for example because only this rank has failed.
+        # Once a rank has ended, torchrun ends all others, and the one that prints may still be
+        # importing. So wait for torchrun to end this rank; if it does not, nothing was printed, for
+        # example because only this rank has failed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(REPORTER_S + min(launch_rank(), 50))
         rank = launch_rank()
@@ -64,7 +82,12 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
         print_error(message, rank)
     if isinstance(expected, OutOfMemoryError) and (rank == 0 or not peer_wrote):
         with contextlib.suppress(OSError):
-            print("".join(f"{line}\n" for line in expected.lines()), end="", file=sys.stderr, flush=True)
+            print(
+                "".join(f"{line}\n" for line in expected.lines()),
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     if expected.recorded and not (lost_peer and peer_wrote):
         status = "stopped" if isinstance(expected, StoppedError) else "failed"
         write_exit(directory, expected.exit_code, status, message, run, _details(expected))
@@ -74,7 +97,11 @@ def report(error: BaseException, directory: str | None, *, prints: bool, rank: i
 def print_error(message: str, rank: int) -> None:
     """Print why this rank ends; ignore a closed terminal."""
     with contextlib.suppress(OSError):
-        print(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+        print(
+            f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def print_failure(error: Exception, less_memory: str = "") -> int:
@@ -97,18 +124,22 @@ def leave(code: int) -> NoReturn:
 
 
 def print_page(text: str) -> None:
-    """Print `text` to stdout; a reader that closes the pipe early (`--help | head`) is not an error."""
+    """Print `text` to stdout; a reader that closes the pipe early (`--help | head`) is not an
+    error."""
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter complains at its exit
 
 
 def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:
-    """Return whether this rank must report a lost peer, because the peer died without reporting anything.
+    """Return whether this rank must report a lost peer, because the peer died without reporting
+    anything.
 
-    Survivors wait for staggered times, so that the first can write exit.json. Without an experiment directory rank 1
-    reports.
+    Survivors wait for staggered times, so that the first can write exit.json. Without an experiment
+    directory rank 1 reports.
     """
     if experiment_dir is None:
         return rank == 1
@@ -128,16 +159,23 @@ def write_exit(
 ) -> None:
     """Replace exit.json; never fails, because a second error would hide the one being reported.
 
-    While a start continues (code None), exit.json is padded to the space that its final content may need.
+    While a start continues (code None), exit.json is padded to the space that its final content may
+    need.
 
     details: further entries, which must fit into the reserved space.
     """
     if experiment_dir is None:
         return
     path = Path(experiment_dir) / EXIT_FILE
-    content: dict[str, Any] = {"exit_code": code, "status": status, "message": _cut(message, _LONGEST_MESSAGE)}
+    content: dict[str, Any] = {
+        "exit_code": code,
+        "status": status,
+        "message": _cut(message, _LONGEST_MESSAGE),
+    }
     content |= {**details, "run": max(run, 0), "time": round(time.time(), 3)}
-    data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(
+        "utf-8", "backslashreplace"
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -158,10 +196,13 @@ def _details(error: RunError) -> dict[str, Any]:
 
 
 def _cut(text: str, limit_bytes: int) -> str:
-    """Shorten a text to `limit_bytes` as JSON, where quotes and control characters take more than one byte."""
+    """Shorten a text to `limit_bytes` as JSON, where quotes and control characters take more than
+    one byte."""
 
     def num_bytes(length: int) -> int:
-        return len(json.dumps(text[:length], ensure_ascii=False).encode("utf-8", "backslashreplace"))
+        return len(
+            json.dumps(text[:length], ensure_ascii=False).encode("utf-8", "backslashreplace")
+        )
 
     if num_bytes(len(text)) <= limit_bytes:
         return text
@@ -169,7 +210,8 @@ def _cut(text: str, limit_bytes: int) -> str:
 
 
 def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | None:
-    """Return the exit code and message of a rank of this start that ended early, from exit.json; None if none did.
+    """Return the exit code and message of a rank of this start that ended early, from exit.json;
+    None if none did.
 
     run: number of the start; negative before the ranks know it.
     """
@@ -182,11 +224,13 @@ def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | N
     return None
 
 
-# -- a package that is not installed -------------------------------------------------------------------------------
+# -- a package that is not installed
+# -------------------------------------------------------------------------------
 
 
 def missing_package(error: BaseException | None) -> UsageError | None:
-    """Return the error to report if `error` is the import of a package that is not installed, else None."""
+    """Return the error to report if `error` is the import of a package that is not installed, else
+    None."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name is None or "." in name or name in OWN or name in sys.stdlib_module_names:
         return None
@@ -196,10 +240,14 @@ def missing_package(error: BaseException | None) -> UsageError | None:
 
 
 def _remedy(name: str) -> str:
-    """Return the command to type: activate the checkout's .venv if it has the package, else install."""
+    """Return the command to type: activate the checkout's .venv if it has the package, else
+    install."""
     environment = CHECKOUT / ".venv"
     activate = f"source {_typed(environment / 'bin' / 'activate')}"
-    if any(environment.glob(f"lib/python*/site-packages/{name}")) and Path(sys.prefix) != environment:
+    if (
+        any(environment.glob(f"lib/python*/site-packages/{name}"))
+        and Path(sys.prefix) != environment
+    ):
         return f"activate the environment and repeat the command: {activate}"
     if importlib.util.find_spec("torch") is not None or not (CHECKOUT / "setup.py").is_file():
         return f"install the package and repeat the command: pip install {name}"
@@ -214,7 +262,9 @@ def _typed(path: Path) -> str:
     return shlex.quote(os.path.relpath(path) if Path.cwd() == CHECKOUT else str(path))
 
 
-def name_missing_package(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def name_missing_package(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     """Print one line about a missing package and exit with code 2; installed as `sys.excepthook`.
 
     Any other error is printed as usual.

@@ -1,16 +1,19 @@
-"""The experiment directory: paths of a run, and the lock that lets one start at a time write there, across machines.
+"""The experiment directory: paths of a run, and the lock that lets one start at a time write there,
+across machines.
 
-Every start creates a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json` names the owner: host,
-process, user, start time. The folder is renamed into place with the lock in it, so that two starts cannot get the same
-number. The owner removes the lock when it ends. A start that finds a lock never guesses whether the owner lives:
+Every start creates a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json`
+names the owner: host, process, user, start time. The folder is renamed into place with the lock in
+it, so that two starts cannot get the same number. The owner removes the lock when it ends. A start
+that finds a lock never guesses whether the owner lives:
 
 - the file is locked (flock), or the owner is a live process on this machine: in use;
 - the owner was a process on this machine and has ended: free;
 - its heartbeat, the file's modification time, changes: in use;
 - the heartbeat is older than a minute by the file system's clock: free. Until then, wait.
 
-A stopped process that wakes up after another start has taken the directory over finds the newer folder before it writes
-again. A process whose directory was moved or removed notices too, because all ranks keep the lock file open.
+A stopped process that wakes up after another start has taken the directory over finds the newer
+folder before it writes again. A process whose directory was moved or removed notices too, because
+all ranks keep the lock file open.
 """
 
 from __future__ import annotations
@@ -49,11 +52,14 @@ OnLoss = Callable[[FolderLostError], None]
 
 
 class Experiment:
-    """Paths of one start of a run. Without --experiment_dir every path is None and nothing is written.
+    """Paths of one start of a run. Without --experiment_dir every path is None and nothing is
+    written.
 
-    <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/, runs/<run>/{logs,artifacts}/
+    <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/,
+    runs/<run>/{logs,artifacts}/
 
-    Rank 0 takes the directory before it meets the others; `share` then tells them, or raises why it could not.
+    Rank 0 takes the directory before it meets the others; `share` then tells them, or raises why it
+    could not.
     """
 
     root: Path | None = None
@@ -62,7 +68,8 @@ class Experiment:
     _refusal: StorageError | None = None
 
     def __init__(self, config: Config, rank: int, on_loss: OnLoss = lambda error: None) -> None:
-        """on_loss: called once, from another thread, when rank 0 finds that the directory is lost."""
+        """on_loss: called once, from another thread, when rank 0 finds that the directory is
+        lost."""
         if (directory := config.run.experiment_dir) is None:
             return
         self.run = -1
@@ -80,8 +87,8 @@ class Experiment:
         """Let all ranks use the directory that rank 0 has taken.
 
         Raises:
-            StorageError: on every rank, if rank 0 cannot write there, another run is using the directory, or a rank
-                does not see what rank 0 has written.
+            StorageError: on every rank, if rank 0 cannot write there, another run is using the
+                directory, or a rank does not see what rank 0 has written.
         """
         raise_first(distributed, self._refusal)
         if (lock := self._lock) is not None:
@@ -90,10 +97,12 @@ class Experiment:
             self.run = run
 
     def check(self) -> None:
-        """Check that the directory still belongs to this start; call this before writing there by path.
+        """Check that the directory still belongs to this start; call this before writing there by
+        path.
 
         Raises:
-            FolderLostError: if the directory was moved or removed, or another start has taken it over.
+            FolderLostError: if the directory was moved or removed, or another start has taken it
+            over.
         """
         if self._lock is not None and self.run >= 0:
             self._lock.check()
@@ -139,7 +148,8 @@ class Experiment:
         return None if self.root is None else self.root.joinpath(*names)
 
     def record(self, config: Config) -> None:
-        """Write config.json. Call this on rank 0, after checking the configuration against the checkpoints."""
+        """Write config.json. Call this on rank 0, after checking the configuration against the
+        checkpoints."""
         if self.root is None:
             return
         self.check()
@@ -152,13 +162,18 @@ def _prepare(lock: FolderLock, directory: str) -> None:
     """Create and lock the folders of a new start. directory: as typed."""
     try:
         lock.root.mkdir(parents=True, exist_ok=True)
-        for path in (lock.root / "checkpoints", lock.root / "export"):  # fail now rather than at the first save
+        for path in (
+            lock.root / "checkpoints",
+            lock.root / "export",
+        ):  # fail now rather than at the first save
             if path.exists() and not path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory")
         lock.take()
     except OSError as error:
         reason = "this is a file" if isinstance(error, FileExistsError) else error.strerror or error
-        raise StorageError(f"--experiment_dir={directory}: {reason}; choose a writable directory") from error
+        raise StorageError(
+            f"--experiment_dir={directory}: {reason}; choose a writable directory"
+        ) from error
 
 
 def absolute_path(directory: str) -> Path:
@@ -170,10 +185,13 @@ def absolute_path(directory: str) -> Path:
     try:
         return Path(directory).expanduser().absolute()
     except (OSError, RuntimeError) as error:
-        raise FolderLostError(f"--experiment_dir={directory}: {error}; give an absolute path") from error
+        raise FolderLostError(
+            f"--experiment_dir={directory}: {error}; give an absolute path"
+        ) from error
 
 
-# -- the lock --------------------------------------------------------------------------------------------------
+# -- the lock
+# --------------------------------------------------------------------------------------------------
 
 
 class Holder(NamedTuple):
@@ -223,8 +241,13 @@ class FolderLock:
         (new / "logs").mkdir(parents=True)
         try:
             # The system releases the flock whenever and however this process ends.
-            self._descriptor = os.open(new / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            os.write(self._descriptor, (json.dumps(_this_process(self.nonce)._asdict(), indent=2) + "\n").encode())
+            self._descriptor = os.open(
+                new / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+            )
+            os.write(
+                self._descriptor,
+                (json.dumps(_this_process(self.nonce)._asdict(), indent=2) + "\n").encode(),
+            )
             lock_file(self._descriptor)
             while True:
                 newest = newest_run(self.root)
@@ -249,7 +272,8 @@ class FolderLock:
         """Find rank 0's lock from another rank.
 
         Raises:
-            FolderLostError: if the lock does not appear, because the ranks do not share a file system.
+            FolderLostError: if the lock does not appear, because the ranks do not share a file
+            system.
         """
         self.run, self.nonce = run, nonce
         path, deadline_s = self.folder / LOCK_FILE, time.monotonic() + VISIBLE_WITHIN_S
@@ -270,8 +294,8 @@ class FolderLock:
         """Check that the directory still belongs to this start.
 
         Raises:
-            FolderLostError: if the directory was moved or removed, or another start has taken it over.
-            OSError: if the file system does not answer.
+            FolderLostError: if the directory was moved or removed, or another start has taken it
+            over. OSError: if the file system does not answer.
         """
         newer, path = self.run + 1, self.folder / LOCK_FILE
         if os.path.lexists(self.root / "runs" / str(newer)):
@@ -283,7 +307,9 @@ class FolderLock:
                 "this one gave no sign of life; this one ends and saves nothing"
             )
         try:
-            with open(path, "rb") as file:  # a network file system may answer a stat from its cache, but not an open
+            with open(
+                path, "rb"
+            ) as file:  # a network file system may answer a stat from its cache, but not an open
                 if os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor)):
                     return
                 where = f"another directory has its place, of {read_holder(file.fileno())}"
@@ -295,7 +321,8 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Release the directory if it is still ours; never fails. Call this on rank 0, after its last write."""
+        """Release the directory if it is still ours; never fails. Call this on rank 0, after its
+        last write."""
         if self._beats is None or self._ended.is_set():
             return
         self._ended.set()
@@ -315,7 +342,8 @@ class FolderLock:
         begun_s = time.monotonic()
         while (look := _look(self.root, run)) is not None:
             beats = look.is_locked or first_beat_s not in (None, look.beat_s)
-            # A dead process's child, or another start that inspects the lock, may hold the flock for a moment.
+            # A dead process's child, or another start that inspects the lock, may hold the flock
+            # for a moment.
             if (look.lives or (look.lives is None and beats)) or (
                 look.is_locked and time.monotonic() - begun_s > BEAT_S
             ):
@@ -324,7 +352,9 @@ class FolderLock:
                     "choose another directory"
                 )
             if not look.is_locked:
-                os.utime(self._descriptor)  # reads the file system's clock: another machine's may differ
+                os.utime(
+                    self._descriptor
+                )  # reads the file system's clock: another machine's may differ
                 silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
                 if look.lives is False or silent_s > DEAD_AFTER_S:
                     return
@@ -350,12 +380,17 @@ class FolderLock:
 def newest_run(root: Path) -> int | None:
     """Return the number of the newest start of a run; None if there is none."""
     runs = root / "runs"
-    numbers = [int(path.name) for path in runs.iterdir() if path.name.isdecimal()] if runs.is_dir() else []
+    numbers = (
+        [int(path.name) for path in runs.iterdir() if path.name.isdecimal()]
+        if runs.is_dir()
+        else []
+    )
     return max(numbers, default=None)
 
 
 def is_in_use(root: Path) -> bool:
-    """Return whether another process seems to hold a directory: enough to spare exit.json, not to refuse a start."""
+    """Return whether another process seems to hold a directory: enough to spare exit.json, not to
+    refuse a start."""
     with contextlib.suppress(OSError):
         if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
             lives = look.lives or (look.lives is None and time.time() - look.beat_s < DEAD_AFTER_S)
@@ -398,7 +433,15 @@ def _this_process(nonce: str) -> Holder:
     except KeyError:  # no user name, as in a container
         user = f"user {os.getuid()}"
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return Holder(socket.gethostname(), machine_name(), os.getpid(), start_ticks(os.getpid()), user, since, nonce)
+    return Holder(
+        socket.gethostname(),
+        machine_name(),
+        os.getpid(),
+        start_ticks(os.getpid()),
+        user,
+        since,
+        nonce,
+    )
 
 
 def read_holder(descriptor: int) -> Holder:

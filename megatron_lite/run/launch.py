@@ -17,9 +17,12 @@ from megatron_lite.distributed.processes import proc_file
 from megatron_lite.errors import LauncherError
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
-# Limit on the threads of one process, unless the machine has more cores: with 4,096, GNU's OpenMP crashed silently.
+# Limit on the threads of one process, unless the machine has more cores: with 4,096, GNU's OpenMP
+# crashed silently.
 MOST_THREADS = 1024
-_SLURM_TASK = "PROCID STEP_NUM_TASKS LOCALID NODEID STEP_TASKS_PER_NODE STEP_NODELIST JOB_ID STEP_ID".split()
+_SLURM_TASK = (
+    "PROCID STEP_NUM_TASKS LOCALID NODEID STEP_TASKS_PER_NODE STEP_NODELIST JOB_ID STEP_ID".split()
+)
 SQUEUE_S = 10.0  # limit on asking for the end of a job
 _SLURM_PORTS = range(61440, 65536)  # above those that Linux gives to connections
 
@@ -34,18 +37,25 @@ def launch_rank() -> int:
 
 
 def is_first_on_machine() -> bool:
-    """Return whether this is its machine's first rank, which prints command-line errors: machines may differ."""
+    """Return whether this is its machine's first rank, which prints command-line errors: machines
+    may differ."""
     return (os.environ.get("LOCAL_RANK") or str(launch_rank())) == "0"
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task of an `srun` that starts the ranks itself; empty for any other process.
+    """Return torchrun's variables for a task of an `srun` that starts the ranks itself; empty for
+    any other process.
 
-    A batch script and a shell inside of a job see some of Slurm's variables too, but not those of a step, or that of a
-    step of one task. A terminal belongs to a shell of `srun --pty`, whose other tasks may have ended.
+    A batch script and a shell inside of a job see some of Slurm's variables too, but not those of a
+    step, or that of a step of one task. A terminal belongs to a shell of `srun --pty`, whose other
+    tasks may have ended.
     """
     step = {name: environment.get(f"SLURM_{name}", "") for name in _SLURM_TASK}
-    if environment.keys() & {"RANK", "WORLD_SIZE"} or step["STEP_NUM_TASKS"] in ("", "1") or os.isatty(0):
+    if (
+        environment.keys() & {"RANK", "WORLD_SIZE"}
+        or step["STEP_NUM_TASKS"] in ("", "1")
+        or os.isatty(0)
+    ):
         return {}
     if missing := [f"SLURM_{name}" for name, value in step.items() if not value]:
         raise LauncherError(
@@ -57,13 +67,26 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "SLURM_DISTRIBUTION=arbitrary (a host file): Slurm does not name the node of rank 0; set MASTER_ADDR to "
             "it, the first line of the file"
         )
-    groups = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"])  # 4(x2),3: 4, 4 and 3
+    groups = re.findall(
+        r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"]
+    )  # 4(x2),3: 4, 4 and 3
     tasks = [count for count, times in groups for _ in range(int(times or 1))][int(step["NODEID"])]
-    listed = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", step["STEP_NODELIST"])  # node[03-05,9],other: node03,other
+    listed = re.sub(
+        r"\[([0-9]+)[^]]*\]", r"\1", step["STEP_NODELIST"]
+    )  # node[03-05,9],other: node03,other
     host = "127.0.0.1" if tasks == step["STEP_NUM_TASKS"] else listed.partition(",")[0]
-    port = str(_SLURM_PORTS.start + (int(step["JOB_ID"]) + int(step["STEP_ID"])) % len(_SLURM_PORTS))
-    found = {"RANK": step["PROCID"], "WORLD_SIZE": step["STEP_NUM_TASKS"], "LOCAL_RANK": step["LOCALID"]}
-    place = {"MASTER_ADDR": environment.get("MASTER_ADDR", host), "MASTER_PORT": environment.get("MASTER_PORT", port)}
+    port = str(
+        _SLURM_PORTS.start + (int(step["JOB_ID"]) + int(step["STEP_ID"])) % len(_SLURM_PORTS)
+    )
+    found = {
+        "RANK": step["PROCID"],
+        "WORLD_SIZE": step["STEP_NUM_TASKS"],
+        "LOCAL_RANK": step["LOCALID"],
+    }
+    place = {
+        "MASTER_ADDR": environment.get("MASTER_ADDR", host),
+        "MASTER_PORT": environment.get("MASTER_PORT", port),
+    }
     return {**found, "LOCAL_WORLD_SIZE": tasks, **place}
 
 
@@ -71,7 +94,8 @@ def launch_world_size() -> int:
     """Return the number of processes that torchrun started; 1 without torchrun.
 
     Raises:
-        LauncherError: if the launcher's variables contradict each other or lack the address of the peers.
+        LauncherError: if the launcher's variables contradict each other or lack the address of the
+        peers.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         text = os.environ.get(name) or "0"
@@ -104,20 +128,24 @@ def job_end_s() -> float | None:
 
 
 def asked_job_end_s() -> float | None:
-    """Return what squeue says about the end of this Slurm job; None outside Slurm, or if it names no end."""
+    """Return what squeue says about the end of this Slurm job; None outside Slurm, or if it names
+    no end."""
     job, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:  # whose own number is also that of one of its tasks
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         if job:
             command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=True).stdout
+            answer = subprocess.run(
+                command, capture_output=True, text=True, timeout=SQUEUE_S, check=True
+            ).stdout
             return datetime.datetime.fromisoformat(answer.strip()).timestamp()
     return None
 
 
 def in_slurm_step() -> bool:
-    """Return whether Slurm started this process, or its torchrun, as a task: Slurm then ends it, too."""
+    """Return whether Slurm started this process, or its torchrun, as a task: Slurm then ends it,
+    too."""
     return "SLURM_STEP_ID" in os.environ
 
 
@@ -135,10 +163,11 @@ def tell_torchrun(message: str) -> bool:
 
 
 def requested_threads() -> int | None:
-    """Return the user's OMP_NUM_THREADS (the first number of a list); None if unset or not a number.
+    """Return the user's OMP_NUM_THREADS (the first number of a list); None if unset or not a
+    number.
 
-    torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment distinguishes the
-    two.
+    torchrun sets 1 for several processes if the user sets nothing; only torchrun's own environment
+    distinguishes the two.
 
     Raises:
         LauncherError: if the number is too large.
@@ -153,20 +182,28 @@ def requested_threads() -> int | None:
             f"the environment variable OMP_NUM_THREADS={shown(text)} is too large for {cores} cores; write the "
             "number of threads of each rank, or unset it"
         )
-    if text == "1" and "TORCHELASTIC_RUN_ID" in os.environ and (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1":
-        environment = proc_file(os.getppid(), "environ")  # empty if not on Linux: believe the variable
+    if (
+        text == "1"
+        and "TORCHELASTIC_RUN_ID" in os.environ
+        and (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1"
+    ):
+        environment = proc_file(
+            os.getppid(), "environ"
+        )  # empty if not on Linux: believe the variable
         given = any(line.startswith(b"OMP_NUM_THREADS=") for line in environment.split(b"\0"))
         return 1 if given or not environment else None
     return number
 
 
 def thread_limit() -> int | None:
-    """Return the user's OMP_THREAD_LIMIT; oneDNN results are wrong if OpenMP gives fewer threads than requested."""
+    """Return the user's OMP_THREAD_LIMIT; oneDNN results are wrong if OpenMP gives fewer threads
+    than requested."""
     return _first_number(os.environ.get("OMP_THREAD_LIMIT", ""))
 
 
 def _first_number(text: str) -> int | None:
-    """Return the first number of an OpenMP list, such as " 4 " or "4,2"; None unless it is positive."""
+    """Return the first number of an OpenMP list, such as " 4 " or "4,2"; None unless it is
+    positive."""
     found = re.fullmatch(r"\+?([0-9]{1,300})", text.partition(",")[0].strip())
     return (int(found[1]) or None) if found else None
 

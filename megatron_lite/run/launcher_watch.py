@@ -1,4 +1,5 @@
-"""End a rank whose launcher is gone: if only torchrun is killed, orphaned ranks would keep holding the GPUs.
+"""End a rank whose launcher is gone: if only torchrun is killed, orphaned ranks would keep holding
+the GPUs.
 
 Only torchrun's ranks are watched. A rank started by hand, nohup or srun may outlive its parent.
 """
@@ -23,15 +24,19 @@ POLL_S = 0.25
 GONE = 0  # instead of the launcher's PID
 REAPER = b"slurmstepd"  # adopts orphans, like process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
-DEATH_SIGNAL = signal.SIGTRAP  # from the kernel when the parent dies; its number, 5, is the seconds that remain
+DEATH_SIGNAL = (
+    signal.SIGTRAP
+)  # from the kernel when the parent dies; its number, 5, is the seconds that remain
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # Linux: a process that is shutting down
 
 
 class LauncherWatch:
-    """Ends this process within five seconds after torchrun has died; does nothing for a rank of another launcher.
+    """Ends this process within five seconds after torchrun has died; does nothing for a rank of
+    another launcher.
 
-    on_gone: called in a thread with the reason before the process ends. The session replaces it to write exit.json too.
+    on_gone: called in a thread with the reason before the process ends. The session replaces it to
+    write exit.json too.
     """
 
     def __init__(self) -> None:
@@ -43,7 +48,9 @@ class LauncherWatch:
         if launcher != GONE:
             end_with_parent()
         arguments = (launcher, marks.get("RANK", "0"))
-        threading.Thread(target=self._watch, args=arguments, daemon=True, name="launcher-watch").start()
+        threading.Thread(
+            target=self._watch, args=arguments, daemon=True, name="launcher-watch"
+        ).start()
 
     def _watch(self, launcher: int, rank: str) -> None:
         try:
@@ -59,7 +66,8 @@ class LauncherWatch:
 
 
 def launcher_of(marks: Mapping[str, str]) -> int | None:
-    """Return the PID of the torchrun that started this process, perhaps through a script; GONE if it has ended.
+    """Return the PID of the torchrun that started this process, perhaps through a script; GONE if
+    it has ended.
 
     Return None if torchrun does not seem to have started this process.
     """
@@ -78,16 +86,22 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
 def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
     if not processes.PROC.is_dir():
         return parent if parent > 1 else GONE
-    while parent > 1 and _environment(parent).items() >= marks.items():  # a script between torchrun and this process
+    while (
+        parent > 1 and _environment(parent).items() >= marks.items()
+    ):  # a script between torchrun and this process
         fields = stat_fields(parent)
         parent = int(fields[1]) if fields else os.getppid()
-    with contextlib.suppress(OSError):  # torchrun gives each rank a session; a shell with old variables does not
+    with contextlib.suppress(
+        OSError
+    ):  # torchrun gives each rank a session; a shell with old variables does not
         if parent == 0 or os.getsid(parent) == os.getsid(0):
             return None
     # A torchrun, or any other program that starts ranks with torch's library.
     if b"torch" in proc_file(parent, "cmdline") or b"libtorch" in proc_file(parent, "maps"):
         return parent
-    adopted = parent == 1 or proc_file(parent, "comm").strip() == REAPER or bool(_environment(parent))
+    adopted = (
+        parent == 1 or proc_file(parent, "comm").strip() == REAPER or bool(_environment(parent))
+    )
     return GONE if adopted else None
 
 
@@ -98,10 +112,11 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Make the kernel end this process 5 s after its parent, even while a library holds the GIL; Linux only.
+    """Make the kernel end this process 5 s after its parent, even while a library holds the GIL;
+    Linux only.
 
-    The handler of DEATH_SIGNAL must not need Python: it is the C function `alarm`, whose argument, the signal number,
-    is the number of seconds until SIGALRM ends the process.
+    The handler of DEATH_SIGNAL must not need Python: it is the C function `alarm`, whose argument,
+    the signal number, is the number of seconds until SIGALRM ends the process.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         libc = ctypes.CDLL(None)
@@ -112,7 +127,9 @@ def end_with_parent() -> None:
 
 
 def _print(message: str) -> None:
-    from megatron_lite.run.launch import is_first_on_machine  # later: the watch begins before slow imports
+    from megatron_lite.run.launch import (
+        is_first_on_machine,
+    )  # later: the watch begins before slow imports
 
     if is_first_on_machine():
         print(f"ERROR: {message}", file=sys.stderr, flush=True)

@@ -37,14 +37,16 @@ def printable(text: str) -> str:
 
 
 def printed(text: str) -> str:
-    """Replace control characters and cut long text in the middle, because paths differ at their ends."""
+    """Replace control characters and cut long text in the middle, because paths differ at their
+    ends."""
     text = printable(text)
     half = (LONGEST_CELL - 3) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]}...{text[-half:]}"
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> list[str]:
-    """Return the rows in columns: those with these numbers, of words, to the left, the others to the right."""
+    """Return the rows in columns: those with these numbers, of words, to the left, the others to
+    the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -57,7 +59,8 @@ def aligned(rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> lis
 
 
 class ProgressLine(contextlib.AbstractContextManager[Any]):
-    """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10 seconds at first.
+    """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10
+    seconds at first.
 
     shown: off for a process that must stay silent, as one without standard error does.
     """
@@ -72,7 +75,11 @@ class ProgressLine(contextlib.AbstractContextManager[Any]):
         """Show `words(seconds since the start)`, unless the last line is recent."""
         now_s = time.monotonic()
         elapsed_s = now_s - self._start_s
-        interval_s = TERMINAL_INTERVAL_S if self._terminal else max(LINE_INTERVAL_S, elapsed_s / LINES_PER_TIME)
+        interval_s = (
+            TERMINAL_INTERVAL_S
+            if self._terminal
+            else max(LINE_INTERVAL_S, elapsed_s / LINES_PER_TIME)
+        )
         if now_s - self._shown_s >= interval_s:
             self._shown_s = now_s
             line = f"\r\033[K{words(elapsed_s)}" if self._terminal else f"{words(elapsed_s)}\n"
@@ -82,7 +89,8 @@ class ProgressLine(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def close(self) -> None:
-        """Erase the line on a terminal, unless none was shown: another program's line may stand there."""
+        """Erase the line on a terminal, unless none was shown: another program's line may stand
+        there."""
         if self._terminal and self._shown_s > self._start_s:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -103,7 +111,8 @@ class ByteProgress(ProgressLine):
         self.update(self.in_words)
 
     def in_words(self, seconds: float) -> str:
-        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 2 documents, 9 tokens, 5.2 MB/s, 0:00:01 left`."""
+        """Describe the pass: `tokenizing: 4.5 of 10.0 MB (45%), 2 documents, 9 tokens, 5.2 MB/s,
+        0:00:01 left`."""
         share = min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 0.0
         words = [f"{self.purpose}: "]
         if self._terminal and share:

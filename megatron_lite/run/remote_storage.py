@@ -1,6 +1,7 @@
 """Folders in remote storage through fsspec, which is imported only when one is opened.
 
-Credentials come from where the library of a store looks for them: the environment, its files, the machine's role.
+Credentials come from where the library of a store looks for them: the environment, its files, the
+machine's role.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from megatron_lite.run.secrets import masked
 from megatron_lite.run.silence import CONNECT_S, Line
 
 SILENCE_S = 60.0  # less would end a slow line, on which megabytes wait in routers
-_SECRET_NAME = re.compile(r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)")
+_SECRET_NAME = re.compile(
+    r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)"
+)
 _AT_A_TIME = 4  # parts under way, some of them held twice
 _PART_BYTES, _MOST_PARTS = 16 * 2**20, 10_000
 _RANGE_BYTES = 8 * 2**20  # a copy that is cut loses what is under way
 
 
 def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
-    """Return the options of a scheme's library: connections of `line`, and no limits of its own on a slow one."""
+    """Return the options of a scheme's library: connections of `line`, and no limits of its own on
+    a slow one."""
     if scheme in ("s3", "s3a"):  # s3fs itself tries five times
         config = {
             "connector_args": {"socket_factory": line.open_socket},
@@ -48,7 +52,8 @@ def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
 
 
 def _google_account(anonymous: bool) -> Any:
-    """Return the credentials for gcsfs, which would look for them for a minute itself; "anon" without an account.
+    """Return the credentials for gcsfs, which would look for them for a minute itself; "anon"
+    without an account.
 
     Raises:
         LookupError: without an account, unless anonymous.
@@ -59,15 +64,17 @@ def _google_account(anonymous: bool) -> Any:
         return google.auth.default(["https://www.googleapis.com/auth/devstorage.full_control"])[0]
     except google.auth.exceptions.DefaultCredentialsError:
         if not anonymous and "STORAGE_EMULATOR_HOST" not in os.environ:
-            raise LookupError("no Google account; name a key file in GOOGLE_APPLICATION_CREDENTIALS") from None
+            raise LookupError(
+                "no Google account; name a key file in GOOGLE_APPLICATION_CREDENTIALS"
+            ) from None
         return "anon"
 
 
 class Storage:
     """The store of an address; nothing is sent there before the first call. flag: for messages.
 
-    Each call raises TimeoutError once no byte has moved for `limit_s`, see `Line`. anonymous: whether to go on without
-    an account.
+    Each call raises TimeoutError once no byte has moved for `limit_s`, see `Line`. anonymous:
+    whether to go on without an account.
 
     Attributes:
         system, path: the fsspec file system, and the path there.
@@ -76,8 +83,12 @@ class Storage:
         UsageError: if a package is missing, none knows the address, or there is no account.
     """
 
-    def __init__(self, address: str, flag: str, limit_s: float = SILENCE_S, anonymous: bool = True) -> None:
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it also raises
+    def __init__(
+        self, address: str, flag: str, limit_s: float = SILENCE_S, anonymous: bool = True
+    ) -> None:
+        logging.getLogger("gcsfs").setLevel(
+            logging.CRITICAL
+        )  # it logs tracebacks of what it also raises
         try:
             from fsspec.core import url_to_fs
 
@@ -85,7 +96,11 @@ class Storage:
             options = _options(address.partition("://")[0], self.line, anonymous)
             self.system, self.path = url_to_fs(address, **options)
         except (ImportError, ValueError, TypeError) as error:
-            fix = "pip install '.[remote]'" if isinstance(error, ImportError) else "give s3://..., gs://... or a folder"
+            fix = (
+                "pip install '.[remote]'"
+                if isinstance(error, ImportError)
+                else "give s3://..., gs://... or a folder"
+            )
             raise UsageError(f"--{flag}={address}: {failure(error)}; {fix}") from None
         except LookupError as error:
             raise UsageError(f"--{flag}={address}: {error}") from None
@@ -97,14 +112,17 @@ class Storage:
         return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
 
     def append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
-        """Append to a local file what it lacks of a file there. told: what the store tells of that one."""
+        """Append to a local file what it lacks of a file there. told: what the store tells of that
+        one."""
         if "https" in self.system.protocol:
             return self.line.wait_for(self._stream(there, file))
         if not self.system.async_impl:
             with self.system.open(there, "rb") as source:
                 source.seek(file.tell())
                 return shutil.copyfileobj(source, file)
-        while (start := file.tell()) < told["size"]:  # `get_file` of s3fs would set the file to its full size first
+        while (start := file.tell()) < told[
+            "size"
+        ]:  # `get_file` of s3fs would set the file to its full size first
             begins = range(start, told["size"], _RANGE_BYTES)[:_AT_A_TIME]
             ends = [min(begin + _RANGE_BYTES, told["size"]) for begin in begins]
             pieces = self.call("cat_ranges", [there] * len(ends), begins, ends, on_error="raise")
@@ -119,7 +137,9 @@ class Storage:
         if start := file.tell():
             headers["Range"] = f"bytes={start}-"
         session = await self.system.set_session()
-        async with session.get(self.system.encode_url(there), headers=headers, raise_for_status=True) as answer:
+        async with session.get(
+            self.system.encode_url(there), headers=headers, raise_for_status=True
+        ) as answer:
             if answer.status != 206:
                 file.seek(0)
                 file.truncate()
@@ -134,21 +154,31 @@ def _part_bytes(size: int) -> int:
 
 def failure(error: BaseException) -> str:
     """Describe any error of a store in one line without credentials."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    reason = (
+        (error.strerror if isinstance(error, OSError) else None)
+        or str(error)
+        or type(error).__name__
+    )
     secrets = [value for name, value in os.environ.items() if _SECRET_NAME.fullmatch(name)]
     return masked(without_credentials(" ".join(reason.split())), secrets)[:300]
 
 
 class RemoteFolder(Storage):
-    """A folder in remote storage; names in it are relative. Methods raise whatever the library of the store raises."""
+    """A folder in remote storage; names in it are relative. Methods raise whatever the library of
+    the store raises."""
 
     def overlaps(self, folder: Path) -> bool:
-        """Return whether this is a local folder that is another one, contains it or lies in it, also through links."""
+        """Return whether this is a local folder that is another one, contains it or lies in it,
+        also through links."""
         if "file" not in self.system.protocol:
             return False
         one, other = Path(self.path).resolve(), folder.resolve()
         lines = ((one, (other, *other.parents)), (other, (one, *one.parents)))
-        return any(path.exists() and above.exists() and path.samefile(above) for path, line in lines for above in line)
+        return any(
+            path.exists() and above.exists() and path.samefile(above)
+            for path, line in lines
+            for above in line
+        )
 
     def at(self, name: str) -> str:
         """Return the path of a name for the methods of `storage`."""
@@ -165,16 +195,19 @@ class RemoteFolder(Storage):
         self._put(name, lambda there: self.call("pipe_file", there, data))
 
     def listing(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Return what the store tells of each file and folder in a folder, by name; {} if there is none."""
+        """Return what the store tells of each file and folder in a folder, by name; {} if there is
+        none."""
         with contextlib.suppress(FileNotFoundError):
             found = self.call("ls", self.at(folder), detail=True)
             return {info["name"].rstrip("/").rpartition("/")[2]: info for info in found}
         return {}
 
     def upload(self, path: Path, name: str, told: Mapping[str, Any]) -> int:
-        """Copy a file there and return the bytes sent: 0 if the store has told its size and, as S3 and GCS do, its MD5.
+        """Copy a file there and return the bytes sent: 0 if the store has told its size and, as S3
+        and GCS do, its MD5.
 
-        S3 compares what arrives with a checksum that is sent along. told: see `listing`; {} if it is not there.
+        S3 compares what arrives with a checksum that is sent along. told: see `listing`; {} if it
+        is not there.
         """
         md5 = str(told.get("ETag") or base64.b64decode(told.get("md5Hash", "")).hex()).strip('"')
         part_bytes = _part_bytes(size := path.stat().st_size)
@@ -192,14 +225,17 @@ class RemoteFolder(Storage):
 
     def _put(self, name: str, put: Callable[[str], None]) -> None:
         there = self.at(name)
-        if self.system.async_impl:  # an object store: it has no folders, and an object is whole or absent
+        if (
+            self.system.async_impl
+        ):  # an object store: it has no folders, and an object is whole or absent
             return put(there)
         self.system.makedirs(there.rpartition("/")[0], exist_ok=True)
         put(f"{there}.part")
         self.system.mv(f"{there}.part", there)
 
     def move(self, folder: str, target: str, mark: str) -> None:
-        """Move the files of a folder; at each moment, one of both has its mark, without which it does not count."""
+        """Move the files of a folder; at each moment, one of both has its mark, without which it
+        does not count."""
         names = [name for name in self.listing(folder) if name != mark]
         for name in (*names, mark):
             self.copy(f"{folder}/{name}", f"{target}/{name}")
@@ -219,7 +255,8 @@ class RemoteFolder(Storage):
 
 
 def _md5(path: Path, part_bytes: int, in_parts: bool) -> str:
-    """Return the MD5 of a file. in_parts: as S3 does of a file sent in parts, that of the parts' MD5s."""
+    """Return the MD5 of a file. in_parts: as S3 does of a file sent in parts, that of the parts'
+    MD5s."""
     total, count = hashlib.md5(usedforsecurity=False), 0
     with open(path, "rb") as file:
         while part := file.read(part_bytes):

@@ -11,7 +11,8 @@ HIDDEN = "..."
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the values of secret flags hidden, for libraries that record it."""
+    """Return a command line with the values of secret flags hidden, for libraries that record
+    it."""
     words, hide = [], False
     for word in argv:
         if word.startswith("--"):

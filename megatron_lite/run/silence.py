@@ -1,8 +1,9 @@
 """A limit on the silence of a store, whatever its library waits for.
 
-Libraries have limits on connecting and on reading, but none while they send: s3fs sends the head of an upload and waits
-for leave to send the body, and aiohttp waits until a body is gone, both forever. So this module asks the kernel about
-each connection: how many bytes the other side has acknowledged, and how many have arrived. A slow line moves.
+Libraries have limits on connecting and on reading, but none while they send: s3fs sends the head of
+an upload and waits for leave to send the body, and aiohttp waits until a body is gone, both
+forever. So this module asks the kernel about each connection: how many bytes the other side has
+acknowledged, and how many have arrived. A slow line moves.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ T = TypeVar("T")
 class Line:
     """The connections to a store.
 
-    limit_s: how long no byte may move while a call is under way. Time is counted in looks, so that a process that was
-    stopped meanwhile does not take its own pause for silence.
+    limit_s: how long no byte may move while a call is under way. Time is counted in looks, so that
+    a process that was stopped meanwhile does not take its own pause for silence.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -48,17 +49,22 @@ class Line:
         return opened
 
     def session(self) -> dict[str, Any]:
-        """Return options of an aiohttp session with these connections, in which a transfer may last while it moves."""
+        """Return options of an aiohttp session with these connections, in which a transfer may last
+        while it moves."""
         import aiohttp
 
         connector = aiohttp.TCPConnector(loop=self._loop, socket_factory=self.open_socket)
-        return {"connector": connector, "timeout": aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)}
+        return {
+            "connector": connector,
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        }
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a library's work.
 
         Raises:
-            TimeoutError: if no byte has moved for too long. All connections are closed: the others may be dead as well.
+            TimeoutError: if no byte has moved for too long. All connections are closed: the others
+            may be dead as well.
         """
         self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -79,7 +85,9 @@ class Line:
         moved = not _TCP_INFO
         for one, before in list(self._counts.items()):
             try:
-                count = sum(_COUNTS.unpack_from(one.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256), _OFFSET))
+                count = sum(
+                    _COUNTS.unpack_from(one.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256), _OFFSET)
+                )
             except OSError:  # closed
                 del self._counts[one]
             else:
@@ -87,7 +95,8 @@ class Line:
         return moved
 
     def close(self) -> None:
-        """Close the connections, also from another thread than that of a call, which then raises an error."""
+        """Close the connections, also from another thread than that of a call, which then raises an
+        error."""
         if self._work is not None:
             self._work.cancel()
         for one in list(self._counts):

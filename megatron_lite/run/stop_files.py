@@ -28,7 +28,8 @@ class StopFiles:
         self.limit = TimeLimit(STOP_FILE, lambda: -1.0 if self.found(stop) else math.inf)
 
     def found(self, path: Path) -> bool:
-        """Return whether one of the files is there, or was a moment ago. A folder of its name, which stays, is none."""
+        """Return whether one of the files is there, or was a moment ago. A folder of its name,
+        which stays, is none."""
         if (now_s := time.monotonic()) - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._found = {one for one in (self.stop, self.save) if os.path.isfile(one)}

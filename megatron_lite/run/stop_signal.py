@@ -1,6 +1,8 @@
-"""Stop requests by a signal, a time limit or a file; all ranks agree on them before the next iteration.
+"""Stop requests by a signal, a time limit or a file; all ranks agree on them before the next
+iteration.
 
-SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a scheduler kills it.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a
+scheduler kills it.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from megatron_lite.config import Config
 from megatron_lite.errors import RunError
 from megatron_lite.run.launch import asked_job_end_s, in_slurm_step, job_end_s, launch_rank
 
-# torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a rank.
+# torchrun forwards SIGTERM, SIGINT and SIGHUP (a closed terminal); SIGUSR1 ends torchrun, but not a
+# rank.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_REQUEST_S = 1.0  # a scheduler signals every process and torchrun forwards its own signal: count both as one
+SAME_REQUEST_S = (
+    1.0  # a scheduler signals every process and torchrun forwards its own signal: count both as one
+)
 # Numbers of the limits for the agreement between ranks, above all signal numbers.
 MAX_MINUTES = 100
 BEFORE_END = 101
 STOP_FILE = 102
-FLAGS = {MAX_MINUTES: "--max_minutes", BEFORE_END: "--stop_before_end_s", STOP_FILE: "a file (--stop_file)"}
+FLAGS = {
+    MAX_MINUTES: "--max_minutes",
+    BEFORE_END: "--stop_before_end_s",
+    STOP_FILE: "a file (--stop_file)",
+}
 
 
 def leave_at_once(number: int) -> NoReturn:
@@ -33,7 +42,8 @@ def leave_at_once(number: int) -> NoReturn:
 
 
 class StopRequested(Exception):  # noqa: N818 - not an error
-    """Raised on every rank once all agree that one of them received a stop signal or ran out of time.
+    """Raised on every rank once all agree that one of them received a stop signal or ran out of
+    time.
 
     received: the maximum of `StopSignal.received` over ranks.
     """
@@ -45,25 +55,30 @@ class StopRequested(Exception):  # noqa: N818 - not an error
 class StopSignal:
     """Handles the stop signals.
 
-    The first signal requests a checkpoint and a clean end. A second signal, over a second later, kills the process,
-    except SIGTERM from Slurm: it comes at the end of a grace time, and SIGKILL follows.
-    Until `saves` is set there is nothing to save, and the first signal ends the process. A rank blocked inside a
-    collective runs no Python signal handler, but Python still writes the signal to the wake-up descriptor, which a
-    separate thread reads.
+    The first signal requests a checkpoint and a clean end. A second signal, over a second later,
+    kills the process, except SIGTERM from Slurm: it comes at the end of a grace time, and SIGKILL
+    follows.
+    Until `saves` is set there is nothing to save, and the first signal ends the process. A rank
+    blocked inside a collective runs no Python signal handler, but Python still writes the signal to
+    the wake-up descriptor, which a separate thread reads.
 
-    before_saves: called in that thread with the signal to end the process while there is nothing to save. on_request:
-    called in that thread after SIGUSR2.
+    before_saves: called in that thread with the signal to end the process while there is nothing to
+    save. on_request: called in that thread after SIGUSR2.
     """
 
     def __init__(
-        self, before_saves: Callable[[int], NoReturn] = leave_at_once, on_request: Callable[[], None] = lambda: None
+        self,
+        before_saves: Callable[[int], NoReturn] = leave_at_once,
+        on_request: Callable[[], None] = lambda: None,
     ) -> None:
         self._before_saves, self._on_request = before_saves, on_request
         self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
         self.signal = 0  # the newest one; 0: none
         self.saves = False  # whether a request saves a checkpoint
         self._requested_s: float | None = None  # time of the first signal
-        self.failure: RunError | None = None  # set by any thread; all ranks end with it before the next iteration
+        self.failure: RunError | None = (
+            None  # set by any thread; all ranks end with it before the next iteration
+        )
         # Under nohup, SIGHUP is ignored already.
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
@@ -72,12 +87,17 @@ class StopSignal:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signal").start()
+        threading.Thread(
+            target=self._watch, args=(reader,), daemon=True, name="stop-signal"
+        ).start()
 
     @property
     def received(self) -> int:
-        """The newest signal, or the number of a time limit that has passed; 0 if the run may continue."""
-        return self.signal or max((limit.number for limit in self.limits if limit.left_s() <= 0), default=0)
+        """The newest signal, or the number of a time limit that has passed; 0 if the run may
+        continue."""
+        return self.signal or max(
+            (limit.number for limit in self.limits if limit.left_s() <= 0), default=0
+        )
 
     @property
     def is_saving(self) -> bool:
@@ -85,9 +105,11 @@ class StopSignal:
         return self.saves and self._requested_s is not None
 
     def ignore(self) -> None:
-        """Ignore the signals from now on: everything is saved, and only the exit code is left to return.
+        """Ignore the signals from now on: everything is saved, and only the exit code is left to
+        return.
 
-        torchrun signals the other ranks as soon as one has ended, when Python's handlers may already be gone.
+        torchrun signals the other ranks as soon as one has ended, when Python's handlers may
+        already be gone.
         """
         for number in self._handled:
             signal.signal(number, signal.SIG_IGN)
@@ -130,9 +152,11 @@ class TimeLimit(NamedTuple):
 
 
 class JobEnd:
-    """A number of seconds before the end of a Slurm job, which `scontrol update TimeLimit` may have moved meanwhile.
+    """A number of seconds before the end of a Slurm job, which `scontrol update TimeLimit` may have
+    moved meanwhile.
 
-    end_s: by the wall clock, as the job began. When it is near, squeue is asked, and again once the end has moved.
+    end_s: by the wall clock, as the job began. When it is near, squeue is asked, and again once the
+    end has moved.
     """
 
     def __init__(self, end_s: float, before_s: float, clock_s: Callable[[], float]) -> None:
@@ -150,12 +174,15 @@ class JobEnd:
 
 
 def time_limits(
-    config: Config, clock_s: Callable[[], float] = time.monotonic, wall_clock_s: Callable[[], float] = time.time
+    config: Config,
+    clock_s: Callable[[], float] = time.monotonic,
+    wall_clock_s: Callable[[], float] = time.time,
 ) -> tuple[TimeLimit, ...]:
     """Return the limits of a start that begins now.
 
-    Slurm's end is wall-clock time. Rank 0 alone looks at it: if thousands of ranks asked Slurm, it would be overloaded.
-    Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither end the run early nor prolong it.
+    Slurm's end is wall-clock time. Rank 0 alone looks at it: if thousands of ranks asked Slurm, it
+    would be overloaded. Minutes are counted by a monotonic clock, so that clock corrections (NTP)
+    neither end the run early nor prolong it.
     """
     training = config.training
     begin_s = clock_s()
@@ -169,7 +196,8 @@ def time_limits(
 
 
 def idle_limit(config: Config, limits: Sequence[TimeLimit]) -> str | None:
-    """Return a warning for rank 0 if --stop_before_end_s has no effect. limits: those of this start."""
+    """Return a warning for rank 0 if --stop_before_end_s has no effect. limits: those of this
+    start."""
     has_limit = any(limit.number == BEFORE_END for limit in limits)
     if config.training.stop_before_end_s is None or has_limit or launch_rank():
         return None

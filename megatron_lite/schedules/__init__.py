@@ -1,1 +1,2 @@
-"""Pure functions of the iteration: learning rate, cycles, stages and batch size. Imports no torch."""
+"""Pure functions of the iteration: learning rate, cycles, stages and batch size. Imports no
+torch."""

@@ -1,7 +1,7 @@
 """Batch sizes over a run, and how a batch is split over ranks and micro-batches.
 
-Samples are numbered by their position in the run and consumed in order, so that changing the batch size neither repeats
-nor skips samples, and the iteration number determines where a run continues.
+Samples are numbered by their position in the run and consumed in order, so that changing the batch
+size neither repeats nor skips samples, and the iteration number determines where a run continues.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class BatchSchedule(NamedTuple):
         return next(segment for segment in reversed(self.segments) if segment.start < iteration)
 
     def consumed_samples(self, iterations: int) -> int:
-        """Return the samples consumed by the first `iterations`, which is the index of the next sample."""
+        """Return the samples consumed by the first `iterations`, which is the index of the next
+        sample."""
         return sum(count * segment.size for segment, count in self.parts(iterations))
 
     def consumed_tokens(self, iterations: int) -> int:
         """Return the tokens consumed by the first `iterations`."""
-        return sum(count * segment.size * segment.length for segment, count in self.parts(iterations))
+        return sum(
+            count * segment.size * segment.length for segment, count in self.parts(iterations)
+        )
 
     def iterations_of(self, tokens: int) -> int:
         """Return the fewest iterations that consume so many tokens."""
@@ -53,7 +56,9 @@ class BatchSchedule(NamedTuple):
 
     def parts(self, iterations: int) -> Iterator[tuple[Segment, int]]:
         """Yield each segment with the number of its iterations among the first `iterations`."""
-        ends = [segment.start for segment in self.segments[1:]] + [max(iterations, self.segments[-1].start)]
+        ends = [segment.start for segment in self.segments[1:]] + [
+            max(iterations, self.segments[-1].start)
+        ]
         for segment, end in zip(self.segments, ends, strict=True):
             yield segment, max(0, min(iterations, end) - segment.start)
 
@@ -81,17 +86,19 @@ def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> Bat
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
-    """Return a schedule that takes every sample once, with a smaller last batch, and its number of batches."""
+    """Return a schedule that takes every sample once, with a smaller last batch, and its number of
+    batches."""
     iterations = -(-samples // batch_size)
     last = Segment(iterations - 1, samples - (iterations - 1) * batch_size)
     return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
 
 
 class Split(NamedTuple):
-    """A batch split over ranks and micro-batches: in micro-step m, rank r starts at sample (m * ranks + r) * b.
+    """A batch split over ranks and micro-batches: in micro-step m, rank r starts at sample (m *
+    ranks + r) * b.
 
-    If the batch does not divide evenly, the last micro-batches are padded and hold fewer real samples, or none. The
-    number of micro-steps is rounded up to a multiple of `breadth_first`.
+    If the batch does not divide evenly, the last micro-batches are padded and hold fewer real
+    samples, or none. The number of micro-steps is rounded up to a multiple of `breadth_first`.
     """
 
     samples: int  # in the batch
@@ -102,10 +109,13 @@ class Split(NamedTuple):
     @property
     def micro_steps(self) -> int:
         """Number of sequential micro-batches of each rank."""
-        return self.breadth_first * -(-self.samples // (self.breadth_first * self.micro_batch_size * self.world_size))
+        return self.breadth_first * -(
+            -self.samples // (self.breadth_first * self.micro_batch_size * self.world_size)
+        )
 
     def piece(self, micro_step: int, rank: int) -> tuple[int, int]:
-        """Return a micro-batch's first sample, counted from the start of the batch, and its number of real samples."""
+        """Return a micro-batch's first sample, counted from the start of the batch, and its number
+        of real samples."""
         first = min((micro_step * self.world_size + rank) * self.micro_batch_size, self.samples)
         return first, min(self.samples - first, self.micro_batch_size)
 
@@ -117,11 +127,12 @@ class Split(NamedTuple):
 
 @functools.cache  # called several times a step
 def parse_schedule(items: tuple[str, ...], length: int = 0) -> BatchSchedule:
-    """Parse --batch_size_schedule: `0:32 1000:64` means 32 samples for iterations 1 to 1000, then 64.
+    """Parse --batch_size_schedule: `0:32 1000:64` means 32 samples for iterations 1 to 1000, then
+    64.
 
     Raises:
-        UsageError: for an item that is not iteration:size, a size below 1, a first iteration other than 0, or
-            iterations out of order.
+        UsageError: for an item that is not iteration:size, a size below 1, a first iteration other
+            than 0, or iterations out of order.
     """
     typed = "--batch_size_schedule=" + shown(" ".join(items))
     segments: list[Segment] = []
@@ -135,7 +146,9 @@ def parse_schedule(items: tuple[str, ...], length: int = 0) -> BatchSchedule:
         except BadValueError as error:
             raise UsageError(f"{typed}: {shown(item)}: {error}; {fix}") from None
         if segments[-1].size < 1:
-            raise UsageError(f"{typed}: {shown(item)}: a batch needs at least one sample; write a size >= 1")
+            raise UsageError(
+                f"{typed}: {shown(item)}: a batch needs at least one sample; write a size >= 1"
+            )
     if not segments or segments[0].start != 0:
         raise UsageError(f"{typed}: the first size must start at iteration 0; write 0:<size> first")
     for before, after in itertools.pairwise(segments):

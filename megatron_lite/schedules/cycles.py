@@ -1,10 +1,13 @@
-"""The phase boundaries of a learning-rate schedule: integer arithmetic on its options. Imports no torch.
+"""The phase boundaries of a learning-rate schedule: integer arithmetic on its options. Imports no
+torch.
 
     [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
 
-Steps count from 0. Shares are those of the cycle's length (for cycles and the cooldown, of the schedule's) and are
-rounded down. A warmup is cut to the length of its cycle, and a decay to what the warmup leaves.
-Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al. 2024.
+Steps count from 0. Shares are those of the cycle's length (for cycles and the cooldown, of the
+schedule's) and are rounded down. A warmup is cut to the length of its cycle, and a decay to what
+the warmup leaves.
+Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al.
+2024.
 """
 
 from __future__ import annotations
@@ -48,10 +51,12 @@ def cycle_steps(options: LearningRateConfig) -> int:
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
-    """Return the number of cycles n and a function b: for i < n, cycle i has the steps b(i) to b(i + 1) - 1.
+    """Return the number of cycles n and a function b: for i < n, cycle i has the steps b(i) to b(i
+    + 1) - 1.
 
-    The last cycle ends where the cooldown begins or the schedule ends. Later minima are not dropped: the run ends
-    before them. b is a function and not a list, because there may be very many cycles.
+    The last cycle ends where the cooldown begins or the schedule ends. Later minima are not
+    dropped: the run ends before them. b is a function and not a list, because there may be very
+    many cycles.
     """
     total = cycle_steps(options)
     count = options.lr_num_cycles
@@ -77,7 +82,9 @@ def cycle(options: LearningRateConfig, index: int) -> Cycle:
     start, length = boundary(index), boundary(index + 1) - boundary(index)
     warmup = min(warmup_steps(options, index, length), length)
     left = length - warmup
-    decay = left if options.lr_wsd_decay is None else min(steps_of(options.lr_wsd_decay, length), left)
+    decay = (
+        left if options.lr_wsd_decay is None else min(steps_of(options.lr_wsd_decay, length), left)
+    )
     return Cycle(index, start, length, warmup, decay)
 
 

@@ -1,4 +1,5 @@
-"""The learning rate as a pure function of the iteration, so that a run can resume at any. Imports no torch."""
+"""The learning rate as a pure function of the iteration, so that a run can resume at any. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from megatron_lite.schedules.stages import parse_stages, stage_rate
 
 
 def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None = None) -> float:
-    """Return the learning rate of an iteration, counted from 1. config: resolved. batches: of all starts.
+    """Return the learning rate of an iteration, counted from 1. config: resolved. batches: of all
+    starts.
 
-    The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see `cycles`). The
-    default is one cycle: a linear warmup from lr / lr_warmup to lr, then a decay to min_lr at iteration
-    `lr_decay_iters` (an absolute end, not a length), and min_lr from there on.
+    The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see
+    `cycles`). The default is one cycle: a linear warmup from lr / lr_warmup to lr, then a decay to
+    min_lr at iteration `lr_decay_iters` (an absolute end, not a length), and min_lr from there on.
     """
     assert iteration >= 1, iteration
     options = config.learning_rate
@@ -27,7 +29,9 @@ def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None 
     current, cooldown = cycle_at(options, step), cooldown_steps(options)
     beyond = step - current.start - current.length
     if cooldown and beyond >= 0:
-        rate = _between(_at_end(config, current), _minimum(config), min(beyond, cooldown) / cooldown)
+        rate = _between(
+            _at_end(config, current), _minimum(config), min(beyond, cooldown) / cooldown
+        )
     else:
         rate = _in_cycle(config, current, step, batches)
     return rate * options.default_lr_scale
@@ -49,7 +53,8 @@ def is_constant(options: LearningRateConfig) -> bool:
 
 
 def _first_iteration(config: Config) -> int:
-    """Return the iteration, counted from 1, of step 0: 0 by default, because the first update uses lr / warmup."""
+    """Return the iteration, counted from 1, of step 0: 0 by default, because the first update uses
+    lr / warmup."""
     return 1 - config.learning_rate.lr_step_offset - config.learning_rate.lr_schedule_offset
 
 
@@ -68,7 +73,11 @@ def _in_cycle(config: Config, current: Cycle, step: int, batches: BatchSchedule 
     if step < current.start + current.warmup:
         before = _at_end(config, cycle(options, current.number - 1)) if current.number else 0.0
         return before + (options.lr - before) * (step - current.start) / current.warmup
-    return options.lr if step < current.decay_start else _decayed(config, current, step - current.decay_start, batches)
+    return (
+        options.lr
+        if step < current.decay_start
+        else _decayed(config, current, step - current.decay_start, batches)
+    )
 
 
 def _at_end(config: Config, finished: Cycle) -> float:
@@ -76,7 +85,9 @@ def _at_end(config: Config, finished: Cycle) -> float:
     return _decayed(config, finished, finished.decay)
 
 
-def _decayed(config: Config, current: Cycle, elapsed: int, batches: BatchSchedule | None = None) -> float:
+def _decayed(
+    config: Config, current: Cycle, elapsed: int, batches: BatchSchedule | None = None
+) -> float:
     """Return the rate `elapsed` steps after the start of a cycle's decay, also beyond its end."""
     options, peak = config.learning_rate, config.learning_rate.lr
     style, floor = options.lr_decay_style, _minimum(config)
@@ -94,12 +105,17 @@ def _decayed(config: Config, current: Cycle, elapsed: int, batches: BatchSchedul
     if style == "cosine":
         falling = 0.5 * (1.0 + math.cos(math.pi * over))
         return _between(floor, peak, falling**options.lr_cosine_exponent)
-    assert style in ("linear", "power"), style  # linear is power with exponent 1 unless another is given
+    assert style in ("linear", "power"), (
+        style
+    )  # linear is power with exponent 1 unless another is given
     return _between(peak, floor, over)
 
 
-def _power_of_tokens(config: Config, decay_start: int, elapsed: int, batches: BatchSchedule) -> float:
-    """Return batch_size * a * tokens ** b with this iteration's batch size and the tokens since the decay began.
+def _power_of_tokens(
+    config: Config, decay_start: int, elapsed: int, batches: BatchSchedule
+) -> float:
+    """Return batch_size * a * tokens ** b with this iteration's batch size and the tokens since the
+    decay began.
 
     Source: Shen et al. 2024, Power Scheduler (arXiv 2408.13359).
     """
@@ -108,11 +124,16 @@ def _power_of_tokens(config: Config, decay_start: int, elapsed: int, batches: Ba
     if tokens == 0:
         return math.inf
     batch_size = batches.batch_size(max(iteration, 1))
-    return batch_size * config.learning_rate.lr_power_a * float(tokens) ** config.learning_rate.lr_power_b
+    return (
+        batch_size
+        * config.learning_rate.lr_power_a
+        * float(tokens) ** config.learning_rate.lr_power_b
+    )
 
 
 def _tokens_before(batches: BatchSchedule, iteration: int) -> int:
-    """Return the tokens before an iteration; negative before the first iteration, with the first batch size."""
+    """Return the tokens before an iteration; negative before the first iteration, with the first
+    batch size."""
     if iteration < 1:
         return (iteration - 1) * batches.consumed_tokens(1)
     return batches.consumed_tokens(iteration - 1)

@@ -1,4 +1,5 @@
-"""Fast-LLM's learning-rate stages as one string: `linear,1000,0,1e-4;cosine,9000,1e-4,1e-5`. Imports no torch."""
+"""Fast-LLM's learning-rate stages as one string: `linear,1000,0,1e-4;cosine,9000,1e-4,1e-5`.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
         stage = f"--lr_schedule: stage {place} of {len(words)}, {shown(word.strip()) if word.strip() else 'empty'}"
         begin = stages[-1].end if stages else 0
         if begin is None:
-            raise UsageError(f"{stage}: the previous stage never ends; give it a number of iterations > 0")
+            raise UsageError(
+                f"{stage}: the previous stage never ends; give it a number of iterations > 0"
+            )
         try:
             stages.append(_parse_stage([item.strip() for item in word.split(",")], begin))
         except BadValueError as error:
@@ -75,20 +78,32 @@ def _parse_stage(items: Sequence[str], begin: int) -> Stage:
         raise BadValueError(f"type {shown(kind)}: takes {', '.join(KINDS)}")
     constant = kind == "constant"
     if len(items) < (3 if constant else 4):
-        raise BadValueError(f"{'lr' if constant else 'lr or end_lr'} is missing; write {_form(kind)}")
+        raise BadValueError(
+            f"{'lr' if constant else 'lr or end_lr'} is missing; write {_form(kind)}"
+        )
     if len(items) > (3 if constant else 5):
-        raise BadValueError(f"{len(items)} items; write {_form(kind)}" + (", or type linear" if constant else ""))
+        raise BadValueError(
+            f"{len(items)} items; write {_form(kind)}" + (", or type linear" if constant else "")
+        )
     iters = _item("iters", items[1], parse_int)
     if iters == 0:
         raise BadValueError("iters 0: leave the stage out, or write a number > 0")
     if iters < 0 and not constant:
-        raise BadValueError(f"iters {iters}: only a constant stage can last forever; write a number > 0")
+        raise BadValueError(
+            f"iters {iters}: only a constant stage can last forever; write a number > 0"
+        )
     if iters < -1:
-        raise BadValueError(f"iters {iters}: write -1 for a stage that lasts forever, or a number > 0")
-    numbers = {name: _item(name, text, parse_float) for name, text in zip(NUMBERS, items[2:], strict=False)}
+        raise BadValueError(
+            f"iters {iters}: write -1 for a stage that lasts forever, or a number > 0"
+        )
+    numbers = {
+        name: _item(name, text, parse_float) for name, text in zip(NUMBERS, items[2:], strict=False)
+    }
     for name, value in numbers.items():
         if value < 0 or (name == "power" and value == 0.0):
-            raise BadValueError(f"{name} {number(value)}: must be {'>' if name == 'power' else '>='} 0")
+            raise BadValueError(
+                f"{name} {number(value)}: must be {'>' if name == 'power' else '>='} 0"
+            )
     rate, end = numbers["lr"], begin + iters if iters > 0 else None
     return Stage(kind, begin, end, rate, numbers.get("end_lr", rate), numbers.get("power", 1.0))
 

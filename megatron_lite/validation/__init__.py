@@ -1,7 +1,7 @@
 """Cross-checks between options, and derived values.
 
-`resolve` returns a configuration with every derivable value filled in, or reports all contradictions together, each
-with the flags, their values, the rule and the fix.
+`resolve` returns a configuration with every derivable value filled in, or reports all
+contradictions together, each with the flags, their values, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from megatron_lite.validation.batch import BATCH as BATCH
 from megatron_lite.validation.batch import batch
 from megatron_lite.validation.learning_rate import learning_rate
 from megatron_lite.validation.rules import Problem, Problems, declared, reported
-from megatron_lite.validation.sizes import data_parallel_shard, data_ranks, pipeline_parallel, sizes, tensor_parallel
+from megatron_lite.validation.sizes import (
+    data_parallel_shard,
+    data_ranks,
+    pipeline_parallel,
+    sizes,
+    tensor_parallel,
+)
 from megatron_lite.validation.warnings import warnings as warnings
 
 
 def resolve(config: Config, world_size: int, nodes: int = 1) -> Config:
     """Check every option, individually and against the others, and fill in every derived value.
 
-    Resolving a resolved configuration again for the same world size changes nothing. nodes: machines; 0: unknown.
+    Resolving a resolved configuration again for the same world size changes nothing. nodes:
+    machines; 0: unknown.
 
     Raises:
         UsageError: with one line per problem.
@@ -34,7 +41,8 @@ def resolve(config: Config, world_size: int, nodes: int = 1) -> Config:
 
 
 def planned_world_size(config: Config, launched: int) -> int:
-    """Return the number of ranks to resolve a configuration for: launched, or planned by a dry run."""
+    """Return the number of ranks to resolve a configuration for: launched, or planned by a dry
+    run."""
     distributed = config.distributed
     planned = distributed.world_size if distributed.dry_run else None
     fewest = distributed.tensor_parallel * distributed.pipeline_parallel
@@ -42,7 +50,8 @@ def planned_world_size(config: Config, launched: int) -> int:
 
 
 def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, list[Problem]]:
-    """Like `resolve`, but return the problems; if there are any, the configuration is only partly resolved."""
+    """Like `resolve`, but return the problems; if there are any, the configuration is only partly
+    resolved."""
     assert world_size >= 1, world_size
     draft = Draft(**flatten(config))
     problems = reported(draft, _check_each(draft))
@@ -52,24 +61,33 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
 
 
 def defaults(config: Config) -> Options:
-    """Return the value that each option of a resolved configuration would have if only that option were unset.
+    """Return the value that each option of a resolved configuration would have if only that option
+    were unset.
 
-    The options of the batch arithmetic depend on each other, so each is derived from those before it.
+    The options of the batch arithmetic depend on each other, so each is derived from those before
+    it.
     """
     values, order = flatten(config), (*BATCH[:2], *sorted(BATCH[2:]))
     found = {flag.name: flag.default for flag in FLAGS.values()}
-    sizes = [values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")]
+    sizes = [
+        values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")
+    ]
     ranks = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
     for name, default in list(found.items()):
         if default is None and values[name] is not None:
-            draft = Draft(**values | dict.fromkeys(order[order.index(name) :] if name in order else (name,)))
-            list(_cross_check(draft, ranks * values["tensor_parallel"] * values["pipeline_parallel"]))
+            draft = Draft(
+                **values | dict.fromkeys(order[order.index(name) :] if name in order else (name,))
+            )
+            list(
+                _cross_check(draft, ranks * values["tensor_parallel"] * values["pipeline_parallel"])
+            )
             found[name] = getattr(draft, name)
     return found
 
 
 def _check_each(draft: Draft) -> Problems:
-    """Check bounds and choices, because a configuration made in Python bypasses the command line."""
+    """Check bounds and choices, because a configuration made in Python bypasses the command
+    line."""
     for name in draft.changed(*FLAGS):
         try:
             check_bounds(FLAGS[name], getattr(draft, name))
@@ -78,7 +96,8 @@ def _check_each(draft: Draft) -> Problems:
 
 
 def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:
-    """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and come later."""
+    """Apply every rule, and derive values. Buffer counts and loss chunks depend on the device, and
+    come later."""
     yield from areas.source(draft)
     yield from areas.model(draft)
     yield from areas.performance(draft)

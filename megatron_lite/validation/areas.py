@@ -1,4 +1,5 @@
-"""Rules for the areas of options: model, positions, computation, its source, the update, stages, data, output files."""
+"""Rules for the areas of options: model, positions, computation, its source, the update, stages,
+data, output files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.schedules.batch_size import batch_schedule
-from megatron_lite.validation.rules import Problem, Problems, default, fill, nearest_multiples, parsing
+from megatron_lite.validation.rules import (
+    Problem,
+    Problems,
+    default,
+    fill,
+    nearest_multiples,
+    parsing,
+)
 
 MANY_TOKENS = 2**50  # until the tokens of an epoch are known
 DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
@@ -43,10 +51,17 @@ def model(draft: Draft) -> Problems:
         yield "hidden_size num_attention_heads", rule, "kv_channels"
         return
     fill(draft, kv_channels=hidden // heads, ffn_hidden_size=4 * hidden)
-    fill(draft, activation_type="silu" if draft.gated else "gelu", embedding_dropout=draft.hidden_dropout)
+    fill(
+        draft,
+        activation_type="silu" if draft.gated else "gelu",
+        embedding_dropout=draft.hidden_dropout,
+    )
     fill(draft, add_qkv_biases=draft.add_linear_biases, add_mlp_biases=draft.add_linear_biases)
     fill(draft, use_position_embeddings=not draft.use_rotary_embeddings)
-    scaled = draft.use_rotary_embeddings and draft.rope_type in ("llama3", "yarn")  # they derive numbers from it
+    scaled = draft.use_rotary_embeddings and draft.rope_type in (
+        "llama3",
+        "yarn",
+    )  # they derive numbers from it
     fill(draft, max_position_embeddings=max(2048 if scaled else 1, draft.sequence_length))
     if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
         rule = (
@@ -57,7 +72,9 @@ def model(draft: Draft) -> Problems:
     yield from _rotary(draft)
     std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
     fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
-    residual_std = std / math.sqrt(2 * draft.num_layers)  # every block adds two outputs to the residual stream
+    residual_std = std / math.sqrt(
+        2 * draft.num_layers
+    )  # every block adds two outputs to the residual stream
     fill(draft, init_method_std_attn_proj=residual_std, init_method_std_mlp_2=residual_std)
 
 
@@ -66,8 +83,14 @@ def performance(draft: Draft) -> Problems:
     if draft.recompute_layers > draft.num_layers:
         yield "recompute_layers num_layers", f"write at most {draft.num_layers}"
     if numbered_blocks(draft.mlp_recompute_level) > draft.num_layers:
-        yield "mlp_recompute_level num_layers", f"write numbers that add up to at most {draft.num_layers}"
-    if draft.cross_entropy_block_size is not None and draft.cross_entropy_block_size > draft.vocab_size:
+        yield (
+            "mlp_recompute_level num_layers",
+            f"write numbers that add up to at most {draft.num_layers}",
+        )
+    if (
+        draft.cross_entropy_block_size is not None
+        and draft.cross_entropy_block_size > draft.vocab_size
+    ):
         yield "cross_entropy_block_size vocab_size", f"write at most {draft.vocab_size}"
 
 
@@ -75,9 +98,12 @@ def performance(draft: Draft) -> Problems:
 
 
 def _rotary(draft: Draft) -> Problems:
-    """Derive the base from minus its logarithm or vice versa, and check the options of the RoPE type."""
+    """Derive the base from minus its logarithm or vice versa, and check the options of the RoPE
+    type."""
     scale = draft.rotary_embedding_scale
-    base = draft.rotary_base = default(draft.rotary_base, 10000.0 if scale is None else rotary_base(scale))
+    base = draft.rotary_base = default(
+        draft.rotary_base, 10000.0 if scale is None else rotary_base(scale)
+    )
     draft.rotary_embedding_scale = default(scale, -math.log(base))
     if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
         rule = "the scale must be minus the logarithm of the base; write only one of the two"
@@ -105,8 +131,16 @@ def _rotated_channels(draft: Draft) -> Problems:
             "write an even --kv_channels",
         )
     if part < 1.0 and (rotated % 2 or rotated == 0):
-        even = [number for number in (rotated - 1, rotated + 1, 2) if number % 2 == 0 and 0 < number <= channels]
-        fix = f"--rotary_percent={_percent(even[0], channels)} rotates {even[0]}" if even else "use more --kv_channels"
+        even = [
+            number
+            for number in (rotated - 1, rotated + 1, 2)
+            if number % 2 == 0 and 0 < number <= channels
+        ]
+        fix = (
+            f"--rotary_percent={_percent(even[0], channels)} rotates {even[0]}"
+            if even
+            else "use more --kv_channels"
+        )
         rule = f"rotates {rotated} of a head's {channels} channels (kv_channels), but they rotate in pairs; {fix}"
         yield "rotary_percent", rule, "kv_channels"
 
@@ -133,19 +167,26 @@ def _yarn(draft: Draft) -> Problems:
     fast = draft.rope_beta_fast = default(draft.rope_beta_fast, 32.0)
     slow = draft.rope_beta_slow = default(draft.rope_beta_slow, 1.0)
     if fast < slow:
-        rule = "the ramp must end at no fewer turns than it starts at; 32 and 1 are the usual values"
+        rule = (
+            "the ramp must end at no fewer turns than it starts at; 32 and 1 are the usual values"
+        )
         yield "rope_beta_fast rope_beta_slow", rule
     scales = draft.changed("rope_mscale", "rope_mscale_all_dim")
     if len(scales) == 1:
         other = "rope_mscale" if scales == ["rope_mscale_all_dim"] else "rope_mscale_all_dim"
-        yield scales[0], f"has an effect only together with {other}; write --{other} as well, or leave it out", other
+        yield (
+            scales[0],
+            f"has an effect only together with {other}; write --{other} as well, or leave it out",
+            other,
+        )
     if scales and draft.rope_attention_factor is not None:
         rule = "the mscales derive the attention factor; leave out either the factor or the mscales"
         yield " ".join(("rope_attention_factor", *scales)), rule
 
 
 def _scaling(draft: Draft) -> Problems:
-    """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings, and the quotient."""
+    """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings,
+    and the quotient."""
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
     if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
         if longest < original:
@@ -155,8 +196,16 @@ def _scaling(draft: Draft) -> Problems:
             return
         draft.rope_factor = longest / original
     if draft.rope_factor is None:
-        alternative = " or --rope_original_max_position_embeddings=<positions>" if draft.rope_type == "yarn" else ""
-        yield "rope_type", f"the scaling factor is missing; write --rope_factor=<factor>{alternative}", "rope_factor"
+        alternative = (
+            " or --rope_original_max_position_embeddings=<positions>"
+            if draft.rope_type == "yarn"
+            else ""
+        )
+        yield (
+            "rope_type",
+            f"the scaling factor is missing; write --rope_factor=<factor>{alternative}",
+            "rope_factor",
+        )
     elif draft.rope_type != "linear":
         fill(draft, rope_original_max_position_embeddings=longest)
 
@@ -165,15 +214,22 @@ PREFETCH_FACTOR = 2
 
 
 def source(draft: Draft) -> Problems:
-    """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is enough."""
+    """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is
+    enough."""
     if draft.pretrained_checkpoint_path is None:
         return
     if not ("model" in draft.load_parts) ^ (draft.load_parts == ("architecture",)):
         rule = "takes architecture, or model and after it optimizer, step or both, as in "
         yield "load_parts", f"{rule}--load_parts=model,optimizer,step"
-    if not draft.use_pretrained_config and draft.ignore_pretrained_config and draft.load_parts == ("architecture",):
+    if (
+        not draft.use_pretrained_config
+        and draft.ignore_pretrained_config
+        and draft.load_parts == ("architecture",)
+    ):
         names = "use_pretrained_config ignore_pretrained_config load_parts"
-        rule = "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
+        rule = (
+            "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
+        )
         yield names, rule, "pretrained_checkpoint_path"
 
 
@@ -222,10 +278,13 @@ def profiles(draft: Draft, world_size: int) -> Problems:
 
 
 def length(draft: Draft) -> Problems:
-    """Derive the iterations from other goals, as far as these are known before the data and earlier starts are."""
+    """Derive the iterations from other goals, as far as these are known before the data and earlier
+    starts are."""
     if draft.train_iters:
         return
-    if draft.epochs is not None and (any(map(is_number, draft.data_path)) or draft.data_weights_schedule):
+    if draft.epochs is not None and (
+        any(map(is_number, draft.data_path)) or draft.data_weights_schedule
+    ):
         rule = "with weights, no iteration has read every token once; leave them out, or write --train_tokens"
         yield "epochs data_path", rule, "data_weights_schedule"
     elif draft.batch_size is not None:
@@ -248,7 +307,9 @@ def data(draft: Draft) -> Problems:
             draft.tokenizer_file = None
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
-    if is_default and own:  # as in Megatron-LM, a validation set of its own leaves the rest to training
+    if (
+        is_default and own
+    ):  # as in Megatron-LM, a validation set of its own leaves the rest to training
         draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
     for flag in own.values():
         yield from parsing(flag, weighted_paths, getattr(draft, flag), flag)
@@ -273,7 +334,9 @@ def data(draft: Draft) -> Problems:
             order = " and ".join(f"--{flag}" for flag in ("data_path", *own.values()))
             rule = f"{masks} for {sets} data sets; write one for each, in the order of {order}, or the word none"
             yield "loss_mask", rule, "data_path"
-    for number, (share, (phase, name)) in enumerate(zip(draft.split, ITERATIONS.items(), strict=True)):
+    for number, (share, (phase, name)) in enumerate(
+        zip(draft.split, ITERATIONS.items(), strict=True)
+    ):
         if phase in own and share > 0:
             rest = written((*draft.split[:number], 0.0, *draft.split[number + 1 :]))
             rule = f"nothing would read that share of --data_path; write --split={rest}, or leave one of the two out"
@@ -292,14 +355,23 @@ def files(draft: Draft) -> Problems:
     if draft.mirror is not None:
         yield from parsing("mirror", storage_address, draft.mirror, "mirror")
     if draft.export_dtype != draft.training_dtype and draft.export_format == "distributed":
-        yield "export_dtype export_format", "a resumable checkpoint holds the fp32 masters; leave one of the two out"
+        yield (
+            "export_dtype export_format",
+            "a resumable checkpoint holds the fp32 masters; leave one of the two out",
+        )
     if "averaged" in (draft.keep_best or "") and draft.ema_type == "none":
-        yield "keep_best", "no average is kept; set --ema_type=ema or write validation_loss", "ema_type"
+        yield (
+            "keep_best",
+            "no average is kept; set --ema_type=ema or write validation_loss",
+            "ema_type",
+        )
     if draft.sample_interval is not None and draft.sample_tokens >= draft.sequence_length:
         rule = f"a sample and its prompt must fit into sequence_length; write at most {draft.sequence_length - 1}"
         yield "sample_tokens sequence_length", rule
     if draft.experiment_dir is not None:
-        if draft.train_iters and not (draft.checkpoint_interval or draft.checkpoint_minutes or draft.keep_checkpoints):
+        if draft.train_iters and not (
+            draft.checkpoint_interval or draft.checkpoint_minutes or draft.keep_checkpoints
+        ):
             draft.checkpoint_minutes = DEFAULT_MINUTES
         fill(draft, experiment_name=folder_name(draft.experiment_dir))
 
@@ -319,7 +391,8 @@ def tracking(draft: Draft) -> Problems:
 
 
 def folder_name(path: str) -> str | None:
-    """Return the last component of a path, which is made absolute unless the current directory is gone."""
+    """Return the last component of a path, which is made absolute unless the current directory is
+    gone."""
     with contextlib.suppress(OSError):
         path = os.path.abspath(path)
     return os.path.basename(path) or None

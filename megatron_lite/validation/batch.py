@@ -10,16 +10,28 @@ from megatron_lite.config.values import counted, typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
 from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing
 
-_ACCUMULATION = ("depth_first_micro_batches", "breadth_first_micro_batches", "sequential_micro_batches")
+_ACCUMULATION = (
+    "depth_first_micro_batches",
+    "breadth_first_micro_batches",
+    "sequential_micro_batches",
+)
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
 # Everything that the batch arithmetic depends on.
-_BATCH_RULE = (*BATCH, "batch_size_schedule", "allow_nondivisible_batch_size", "dry_run", "world_size")
+_BATCH_RULE = (
+    *BATCH,
+    "batch_size_schedule",
+    "allow_nondivisible_batch_size",
+    "dry_run",
+    "world_size",
+)
 
 
 def batch(draft: Draft, world_size: int) -> Problems:
-    """Derive missing sizes from batch_size = micro_batch_size * depth_first * breadth_first * world_size.
+    """Derive missing sizes from batch_size = micro_batch_size * depth_first * breadth_first *
+    world_size.
 
-    With a schedule the equation holds for the largest batch; smaller batches have fewer depth-first micro-batches.
+    With a schedule the equation holds for the largest batch; smaller batches have fewer depth-first
+    micro-batches.
     """
     sizes: Sequence[int] = []
     if draft.batch_size_schedule:
@@ -45,14 +57,17 @@ def batch(draft: Draft, world_size: int) -> Problems:
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
     """Report options that do not fit the number of data-parallel ranks."""
     noun = "data-parallel rank" if draft.tensor_parallel * draft.pipeline_parallel > 1 else "rank"
-    return Problem((*_BATCH_RULE, *names), f"{typed(draft, *names)} on {counted(world_size, noun)}: {rule}")
+    return Problem(
+        (*_BATCH_RULE, *names), f"{typed(draft, *names)} on {counted(world_size, noun)}: {rule}"
+    )
 
 
 def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) -> None:
-    """Choose the largest micro-batch size that divides every batch of a schedule, unless other options determine it.
+    """Choose the largest micro-batch size that divides every batch of a schedule, unless other
+    options determine it.
 
-    If there is none: with padding, the smallest batch fills one micro-batch; otherwise 1, so that an error names the
-    batch and not the micro-batch.
+    If there is none: with padding, the smallest batch fills one micro-batch; otherwise 1, so that
+    an error names the batch and not the micro-batch.
     """
     if draft.changed("micro_batch_size", "depth_first_micro_batches", "sequential_micro_batches"):
         return
@@ -65,7 +80,8 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
 
 
 def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | None:
-    """Solve the equation for the largest batch; return why there is no solution. sizes: all those of a schedule."""
+    """Solve the equation for the largest batch; return why there is no solution. sizes: all those
+    of a schedule."""
     batch, micro = draft.batch_size, draft.micro_batch_size
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
@@ -97,11 +113,16 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
     elif micro is None and batch % unit and not padded:
         name, subject = _batch_name(draft)
         text = f"with {counted(sequential, 'sequential micro-batch')}, {subject} must be a multiple of {unit}"
-        return _problem(draft, [name], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}")
+        return _problem(
+            draft, [name], world_size, f"{text}; nearest: {nearest_multiples(batch, unit)}"
+        )
     micro = micro or -(-batch // unit)
     if depth is None and breadth is None and draft.pipeline_parallel > 1:
-        # A group fills the pipeline once: the whole batch, or of a schedule the most micro-batches that divide each.
-        breadth = math.gcd(*(Split(size, micro, world_size).micro_steps for size in sizes or [batch]))
+        # A group fills the pipeline once: the whole batch, or of a schedule the most micro-batches
+        # that divide each.
+        breadth = math.gcd(
+            *(Split(size, micro, world_size).micro_steps for size in sizes or [batch])
+        )
     if depth is None:
         depth = sequential // (breadth or 1)
     breadth = sequential // depth
@@ -120,8 +141,11 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
     return None
 
 
-def _smaller(draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], world_size: int) -> Problems:
-    """Check the batches of a schedule, whose micro-batches have the same size. accumulation: what is typed of it."""
+def _smaller(
+    draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], world_size: int
+) -> Problems:
+    """Check the batches of a schedule, whose micro-batches have the same size. accumulation: what
+    is typed of it."""
     micro, breadth = draft.micro_batch_size or 1, draft.breadth_first_micro_batches or 1
     unit = micro * breadth * world_size
     wrong = [size for size in sizes if size % unit]
@@ -138,7 +162,8 @@ def _smaller(draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], wo
 
 
 def _limits(draft: Draft, world_size: int) -> Problems:
-    """Check options that are limited by the size of a micro-batch or a rank's share of the batch."""
+    """Check options that are limited by the size of a micro-batch or a rank's share of the
+    batch."""
     batch = draft.batch_size or 1
     micro = draft.micro_batch_size or 1
     evaluated = draft.eval_micro_batch_size
@@ -164,12 +189,17 @@ def _batch_name(draft: Draft) -> tuple[str, str]:
 
 
 def _unsplit(draft: Draft, sequential: int, unit: int, both: bool, world_size: int) -> Problem:
-    """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would work.
+    """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would
+    work.
 
     unit: their product, 1 for one that is not given. both: whether both are given.
     """
     rule = "depth_first * breadth_first micro-batches "
-    rule += f"are {unit}, not {sequential}" if both else f"are a multiple of {unit}, and {sequential} is not"
+    rule += (
+        f"are {unit}, not {sequential}"
+        if both
+        else f"are a multiple of {unit}, and {sequential} is not"
+    )
     if draft.batch_size is None or draft.micro_batch_size is None:
         rule += "; leave sequential_micro_batches out"
     else:

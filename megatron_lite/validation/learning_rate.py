@@ -1,4 +1,5 @@
-"""Rules and warnings for the learning rate: exclusive options, the minimum, the end, and phase lengths."""
+"""Rules and warnings for the learning rate: exclusive options, the minimum, the end, and phase
+lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from collections.abc import Iterator
 
 from megatron_lite.config import Draft, LearningRateConfig
 from megatron_lite.config.values import number, typed
-from megatron_lite.schedules.cycles import Cycle, boundaries, cooldown_steps, cycle, cycle_steps, steps_of, warmup_steps
+from megatron_lite.schedules.cycles import (
+    Cycle,
+    boundaries,
+    cooldown_steps,
+    cycle,
+    cycle_steps,
+    steps_of,
+    warmup_steps,
+)
 from megatron_lite.schedules.learning_rate import is_constant
 from megatron_lite.schedules.stages import parse_stages
 from megatron_lite.validation.rules import Problem, Problems, default, fill, parsing
@@ -19,7 +28,8 @@ _END = "train_iters lr_decay_iters lr_schedule_offset lr_cooldown"
 
 
 def learning_rate(draft: Draft) -> Problems:
-    """Check the stages of lr_schedule, or lr and its decay, and derive the minimum and the end of the decay."""
+    """Check the stages of lr_schedule, or lr and its decay, and derive the minimum and the end of
+    the decay."""
     if draft.lr_schedule is not None:
         yield from _stages(draft, draft.lr_schedule)
         return
@@ -34,18 +44,25 @@ def learning_rate(draft: Draft) -> Problems:
 
 
 def _stages(draft: Draft, text: str) -> Problems:
-    others = draft.changed(*(name for name in vars(LearningRateConfig()) if name not in WITH_STAGES))
+    others = draft.changed(
+        *(name for name in vars(LearningRateConfig()) if name not in WITH_STAGES)
+    )
     if others:
         rule = "its stages are the whole schedule; leave out either lr_schedule or the others"
         yield Problem(("lr_schedule", *others), f"--lr_schedule, {typed(draft, *others)}: {rule}")
     problems = [*parsing("lr_schedule", parse_stages, text)]
     yield from problems
     if not problems:
-        yield from _finite(draft, "lr_schedule", max(max(stage.rate, stage.end_rate) for stage in parse_stages(text)))
+        yield from _finite(
+            draft,
+            "lr_schedule",
+            max(max(stage.rate, stage.end_rate) for stage in parse_stages(text)),
+        )
 
 
 def _finite(draft: Draft, name: str, highest: float) -> Problems:
-    """Check the highest learning rate that the option `name` sets, once multiplied by --default_lr_scale."""
+    """Check the highest learning rate that the option `name` sets, once multiplied by
+    --default_lr_scale."""
     if not math.isfinite(highest * draft.default_lr_scale):
         yield f"{name} default_lr_scale", "the product overflows; write a smaller factor"
 
@@ -74,16 +91,25 @@ def _minimum(draft: Draft) -> Problems:
 
 
 def _cycles(draft: Draft, end: int) -> Problems:
-    """Check that the cooldown is shorter than the schedule and that the cycles fit into the rest."""
+    """Check that the cooldown is shorter than the schedule and that the cycles fit into the
+    rest."""
     cooldown = cooldown_steps(draft)
     total, length = end - cooldown, f"the schedule has {end} iterations"
     if cooldown:
         if total < 1:
-            yield "lr_cooldown", f"nothing is left before the cooldown, because {length}; write a shorter one", _END
+            yield (
+                "lr_cooldown",
+                f"nothing is left before the cooldown, because {length}; write a shorter one",
+                _END,
+            )
             return
         length += f", {cooldown} of them the cooldown"
     if draft.lr_num_cycles > total:
-        yield "lr_num_cycles", f"each cycle needs at least one iteration, and {length}; write at most {total}", _END
+        yield (
+            "lr_num_cycles",
+            f"each cycle needs at least one iteration, and {length}; write at most {total}",
+            _END,
+        )
     if sum(draft.lr_cycle_lengths) > total:
         rule = f"the cycles need {sum(draft.lr_cycle_lengths)} iterations, but {length}; write shorter ones"
         yield "lr_cycle_lengths", rule, _END
@@ -145,14 +171,16 @@ def _cut(options: Draft) -> Iterator[str]:
     count, boundary = boundaries(options)
     yield from _cut_in(options, cycle(options, 0), "lr_warmup")
     if count > 1 and options.lr_decay_style != "constant":
-        # Lists are short; the equal cycles of a long schedule differ by one iteration, except the last.
+        # Lists are short; the equal cycles of a long schedule differ by one iteration, except the
+        # last.
         candidates = range(1, min(count, 1000))
         shortest = min(candidates, key=lambda index: boundary(index + 1) - boundary(index))
         yield from _cut_in(options, cycle(options, shortest), "lr_rewarmup")
 
 
 def _cut_in(options: Draft, current: Cycle, kind: str) -> Iterator[str]:
-    """Warn about phases that do not fit into a cycle. kind: its warmup option, lr_warmup or lr_rewarmup."""
+    """Warn about phases that do not fit into a cycle. kind: its warmup option, lr_warmup or
+    lr_rewarmup."""
     asked = warmup_steps(options, current.number, current.length)
     count, _ = boundaries(options)
     where = f"cycle {current.number + 1} of {count}" if count > 1 else "the schedule"
@@ -191,7 +219,10 @@ def idle_schedule_options(options: Draft) -> Iterator[tuple[str, str]]:
     if is_constant(options):
         decays = ("adamc_weight_decay",) if options.weight_decay else ()
         for name in options.changed("lr_schedule_offset", "lr_step_offset", *decays):
-            yield name, f"{with_style} and neither warmup nor cooldown: the learning rate never changes"
+            yield (
+                name,
+                f"{with_style} and neither warmup nor cooldown: the learning rate never changes",
+            )
     derived = max(1, options.train_iters) + options.lr_schedule_offset
     if options.lr_decay_iters != derived and not _end_matters(options, one_cycle):
         yield "lr_decay_iters", with_style

@@ -1,7 +1,9 @@
-"""Problems and notes, and the conditions between options that `config/` declares: `needs`, `excludes`, `idle_unless`.
+"""Problems and notes, and the conditions between options that `config/` declares: `needs`,
+`excludes`, `idle_unless`.
 
-A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a truthy value, b has one of these values, c has none
-of these. Several conditions are joined by `and`, which binds less tightly than `or`.
+A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a truthy value, b has one of
+these values, c has none of these. Several conditions are joined by `and`, which binds less tightly
+than `or`.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ class Problem(NamedTuple):
     message: str
 
 
-# Of the functions that check a draft: a problem, or the options to show with their values, the rule with its fix, and
-# options that are involved, but not shown. Several options are separated by spaces.
+# Of the functions that check a draft: a problem, or the options to show with their values, the rule
+# with its fix, and options that are involved, but not shown. Several options are separated by
+# spaces.
 Problems = Iterator[Problem | tuple[str, str] | tuple[str, str, str]]
 
 
 def reported(draft: Draft, found: Problems) -> list[Problem]:
-    """Return the problems that a check finds, with the values of the draft then: `--a=1, --b=2: <rule>; <fix>`."""
+    """Return the problems that a check finds, with the values of the draft then: `--a=1, --b=2:
+    <rule>; <fix>`."""
     return [each if isinstance(each, Problem) else _problem(draft, *each) for each in found]
 
 
@@ -76,8 +80,14 @@ def declared(draft: Draft) -> Problems:
         option = FLAGS[name]
         for rule in (*option.needs, *option.excludes):
             is_need = rule in option.needs
-            if (not rule.when or holds(rule.when, draft)) and holds(rule.condition, draft) != is_need:
-                fix = f"{_remedy(rule.condition)}, or leave {name} out" if is_need else "leave one of the two out"
+            if (not rule.when or holds(rule.when, draft)) and holds(
+                rule.condition, draft
+            ) != is_need:
+                fix = (
+                    f"{_remedy(rule.condition)}, or leave {name} out"
+                    if is_need
+                    else "leave one of the two out"
+                )
                 yield _broken(draft, name, rule, rule.fix or fix)
 
 
@@ -107,19 +117,23 @@ def unmet(condition: str, options: Draft) -> str:
 
 
 def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (option, sign, values) for each alternative of a condition; the sign is =, != or empty."""
+    """Yield (option, sign, values) for each alternative of a condition; the sign is =, != or
+    empty."""
     for alternative in condition.split(" or "):
         name, sign, values = alternative.partition("!=" if "!=" in alternative else "=")
         yield name, sign, values.split("|") if values else []
 
 
 def _broken(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
-    """Report a broken rule with the values of the options in its condition that are set or that trigger the rule."""
+    """Report a broken rule with the values of the options in its condition that are set or that
+    trigger the rule."""
     others = [other for other, _, _ in _alternatives(rule.condition)]
     asking = [found for part in rule.when.split(" and ") if part for found in _alternatives(part)]
     when = [other for other, _, _ in asking]
     named = [*(other for other, sign, _ in asking if not sign), *others]
-    shown = dict.fromkeys([name, *(other for other in named if getattr(draft, other) not in (None, "", (), False))])
+    shown = dict.fromkeys(
+        [name, *(other for other in named if getattr(draft, other) not in (None, "", (), False))]
+    )
     return Problem((name, *others, *when), f"{typed(draft, *shown)}: {rule.why}; {fix}")
 
 

@@ -1,4 +1,5 @@
-"""Rules for sizes: what --tensor_parallel must divide, and products that overflow counts or exceed memory as lists."""
+"""Rules for sizes: what --tensor_parallel must divide, and products that overflow counts or exceed
+memory as lists."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
 
 
 def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
-    """Check that ranks and stages suffice for --pipeline_parallel; choose schedule and placement."""
+    """Check that ranks and stages suffice for --pipeline_parallel; choose schedule and
+    placement."""
     ranks = draft.pipeline_parallel
     if world_size % (ranks * draft.tensor_parallel) and world_size % draft.tensor_parallel == 0:
         fitting = math.gcd(ranks, world_size // draft.tensor_parallel)
@@ -77,8 +79,12 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
         return
     size = draft.layers_per_stage
     stages = draft.num_layers if size == "auto" else number_of_stages(draft.num_layers, size) - 2
-    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement = _chosen_pipeline(draft, stages)
-    if schedule != "breadth_first" and placement != ("v" if schedule == "zero_bubble_v" else "loop"):
+    schedule, placement = draft.pipeline_schedule, draft.pipeline_placement = _chosen_pipeline(
+        draft, stages
+    )
+    if schedule != "breadth_first" and placement != (
+        "v" if schedule == "zero_bubble_v" else "loop"
+    ):
         other = "zero_bubble_v" if placement == "v" else "one_f_one_b or interleaved"
         rule = f"this schedule needs the other placement; write --pipeline_schedule=breadth_first or {other}"
         yield "pipeline_schedule pipeline_placement", rule
@@ -92,11 +98,14 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
 
 
 def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
-    """Derive --data_parallel_shard; check that so many divide the data-parallel ranks. nodes: see `resolve`."""
+    """Derive --data_parallel_shard; check that so many divide the data-parallel ranks. nodes: see
+    `resolve`."""
     ranks, size = data_ranks(draft, world_size), draft.data_parallel_shard
     replicas = draft.replica_dcn_axis_size * draft.replica_ici_axis_size
     if replicas > 1 and (ranks % replicas or size not in (None, ranks // replicas)):
-        names = draft.changed("replica_dcn_axis_size", "replica_ici_axis_size", "data_parallel_shard")
+        names = draft.changed(
+            "replica_dcn_axis_size", "replica_ici_axis_size", "data_parallel_shard"
+        )
         many = "equally many" if size is None else f"{size}"
         rule = f"{ranks} data-parallel ranks are not {replicas} replicas of {many}; write only --data_parallel_shard"
         yield " ".join(names), rule, "tensor_parallel pipeline_parallel world_size dry_run"
@@ -114,13 +123,17 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
 def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
     """Return schedule and placement without `auto`. stages: of blocks."""
     schedule, placement = draft.pipeline_schedule, draft.pipeline_placement
-    fits_v = placement != "loop" and number_of_chunks(draft.pipeline_parallel, stages, "zero_bubble_v", "v")
+    fits_v = placement != "loop" and number_of_chunks(
+        draft.pipeline_parallel, stages, "zero_bubble_v", "v"
+    )
     if schedule == "auto":
         schedule = "breadth_first"
         if (draft.zero_stage or 1) == 1 and (fits_v or placement != "v"):
             schedule = "zero_bubble_v" if fits_v else "one_f_one_b"
     if placement == "auto":
-        in_v = schedule == "zero_bubble_v" or (schedule == "breadth_first" and draft.tie_word_embeddings and fits_v)
+        in_v = schedule == "zero_bubble_v" or (
+            schedule == "breadth_first" and draft.tie_word_embeddings and fits_v
+        )
         placement = "v" if in_v else "loop"
     return schedule, placement
 
@@ -129,12 +142,15 @@ def _fitting(draft: Draft, world_size: int) -> int:
     """Return a divisor of --tensor_parallel that satisfies all rules except the vocabulary's."""
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     positions = draft.sequence_length if draft.sequence_tensor_parallel else 0
-    fitting = math.gcd(draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions)
+    fitting = math.gcd(
+        draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions
+    )
     return fitting if groups % fitting == 0 or fitting % groups == 0 else math.gcd(fitting, groups)
 
 
 def _clipped_updates(draft: Draft, heads: int) -> Problems:
-    """Check that replicated key/value heads start at an optimizer block boundary. heads: query heads per rank."""
+    """Check that replicated key/value heads start at an optimizer block boundary. heads: query
+    heads per rank."""
     if draft.kv_channels is None:  # the heads are wrong
         return
     channels = heads * draft.kv_channels
@@ -147,12 +163,13 @@ def _clipped_updates(draft: Draft, heads: int) -> Problems:
         yield f"tensor_parallel {clip}", rule, "head_groups num_attention_heads kv_channels"
 
 
-# Elements of one kind of weight, or of one tensor of a micro-batch. With optimizer state, all layers and padding this
-# stays below 2**63 bytes; the largest machines have 2**57.
+# Elements of one kind of weight, or of one tensor of a micro-batch. With optimizer state, all
+# layers and padding this stays below 2**63 bytes; the largest machines have 2**57.
 MOST_ELEMENTS = 2**56
 MOST_SAMPLES = 2**62  # per run; sample indices are 64-bit integers
 MOST_LISTED_SAMPLES = 2**18  # per micro-batch; attention and data readers list them
-# Passes of micro-batches through stages per step. A step is a list of passes, each of some 300 bytes and 10 us.
+# Passes of micro-batches through stages per step. A step is a list of passes, each of some 300
+# bytes and 10 us.
 MOST_PASSES = 2**20
 
 
@@ -164,8 +181,13 @@ def sizes(draft: Draft) -> Problems:
     head_channels = draft.num_attention_heads * draft.kv_channels
     weights = {
         "vocab_size hidden_size": draft.vocab_size * hidden,
-        "max_position_embeddings hidden_size": draft.max_position_embeddings * hidden * draft.use_position_embeddings,
-        "num_layers hidden_size num_attention_heads kv_channels": 4 * draft.num_layers * hidden * head_channels,
+        "max_position_embeddings hidden_size": draft.max_position_embeddings
+        * hidden
+        * draft.use_position_embeddings,
+        "num_layers hidden_size num_attention_heads kv_channels": 4
+        * draft.num_layers
+        * hidden
+        * head_channels,
         "num_layers hidden_size ffn_hidden_size": 3 * draft.num_layers * hidden * ffn,
     }
     names, number = max(weights.items(), key=lambda pair: pair[1])
@@ -201,7 +223,9 @@ def check_passes(config: Config) -> None:
                 "value, and use more micro-batches"
             )
     micro_batches = batch.sequential_micro_batches or 1
-    passes = micro_batches * number_of_stages(config.model.num_layers, 1.0 if blocks == "auto" else blocks)
+    passes = micro_batches * number_of_stages(
+        config.model.num_layers, 1.0 if blocks == "auto" else blocks
+    )
     if passes > MOST_PASSES:
         raise UsageError(
             f"{typed(batch, 'batch_size', 'micro_batch_size')}: a step would pass {micro_batches} micro-batches of a "

@@ -1,4 +1,5 @@
-"""Warnings about legal but surprising configurations: risky combinations, and options without effect."""
+"""Warnings about legal but surprising configurations: risky combinations, and options without
+effect."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from megatron_lite.validation.areas import PREFETCH_FACTOR, folder_name
 from megatron_lite.validation.learning_rate import idle_schedule_options, schedule_warnings
 from megatron_lite.validation.rules import holds, unmet
 
-DEBUG_LEVELS = tuple(name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int")
+DEBUG_LEVELS = tuple(
+    name for name, flag in FLAGS.items() if name.startswith("debug_") and flag.kind == "int"
+)
 # Condition (see `declared`) -> warning if it holds.
 RISKS = {
     "train_iters=0 and dry_run=0 and export_interval=none or export_format!=distributed": (
@@ -45,7 +48,11 @@ def warnings(config: Config) -> list[str]:
     """Return the warnings for a resolved configuration, one line each."""
     options = Draft(**flatten(config))
     return [
-        *(text.format(**vars(options)) for condition, text in RISKS.items() if holds(condition, options)),
+        *(
+            text.format(**vars(options))
+            for condition, text in RISKS.items()
+            if holds(condition, options)
+        ),
         *_windows(options),
         *_positions(options),
         *schedule_warnings(options),
@@ -56,10 +63,15 @@ def warnings(config: Config) -> list[str]:
 
 
 def _windows(options: Draft) -> Iterator[str]:
-    """Warn if the run is too short for a window of recent updates, or for a phase of the average."""
+    """Warn if the run is too short for a window of recent updates, or for a phase of the
+    average."""
     for name, used, consequence in (
         ("skip_bad_steps_window", options.skip_bad_steps, "no spike is ever dropped"),
-        ("clip_update_norm_window", options.clip_update_norm_sigma is not None, "no update is ever clipped"),
+        (
+            "clip_update_norm_window",
+            options.clip_update_norm_sigma is not None,
+            "no update is ever clipped",
+        ),
     ):
         if used and 0 < options.train_iters <= max(2, getattr(options, name) // 2):
             yield f"{typed(options, name)}: the run ends before half of the window is filled, so {consequence}"
@@ -82,12 +94,17 @@ def _positions(options: Draft) -> Iterator[str]:
 
 
 def _buffers(options: Draft) -> Iterator[str]:
-    """Warn about numbers of buffers that differ from the ZeRO stage's own, exceed the stages or have no effect."""
+    """Warn about numbers of buffers that differ from the ZeRO stage's own, exceed the stages or
+    have no effect."""
     one_rank = options.batch_size <= options.micro_batch_size * options.sequential_micro_batches
     zero_stage, size = options.zero_stage, options.layers_per_stage
     stages = math.inf if size == "auto" else number_of_stages(options.num_layers, size)
-    # Each kind with the training dtype that it needs to be the shard on one rank, and where stages share two buffers.
-    for name, dtype, shared_from in (("num_weight_buffers", "fp32", 3), ("num_grad_buffers", "", 2)):
+    # Each kind with the training dtype that it needs to be the shard on one rank, and where stages
+    # share two buffers.
+    for name, dtype, shared_from in (
+        ("num_weight_buffers", "fp32", 3),
+        ("num_grad_buffers", "", 2),
+    ):
         count = getattr(options, name)
         if count is None:
             continue
@@ -103,7 +120,9 @@ def _buffers(options: Draft) -> Iterator[str]:
             instead = ", whatever --zero_stage=auto chooses"
         elif zero_stage >= shared_from and count != 2:
             instead = f"; --zero_stage={zero_stage} by itself would set 2"
-        elif zero_stage < shared_from and count < stages - options.tie_word_embeddings:  # a tied one has its own
+        elif (
+            zero_stage < shared_from and count < stages - options.tie_word_embeddings
+        ):  # a tied one has its own
             each = "" if size == "auto" else f" ({stages})"
             instead = f"; --zero_stage={zero_stage} by itself would set one per stage{each}"
         if instead or count > stages:
@@ -151,7 +170,11 @@ def _idle_for_other_reasons(options: Draft) -> Iterator[tuple[str, str]]:
             yield name, "without --freeze or a scale of 0 in --lr_scales"
         elif options.training_dtype == "fp32":
             yield name, "with --training_dtype=fp32"
-    if "optimizer" in options.load_parts and options.pretrained_checkpoint_path and options.inference:
+    if (
+        "optimizer" in options.load_parts
+        and options.pretrained_checkpoint_path
+        and options.inference
+    ):
         yield "load_parts=optimizer", "with --train_iters=0, which updates nothing"
     highest = max(getattr(options, name) for name in DEBUG_LEVELS)
     if highest == 0:

@@ -8,7 +8,8 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 
 def not_finite(model: MultiStage) -> str | None:
-    """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of <name>").
+    """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of
+    <name>").
 
     None: all are finite. Reads the device once, and a second time to find the name.
     """

@@ -1,6 +1,7 @@
 """A stage's trainable or frozen parameters as one flat range, and this rank's shard of it.
 
-A stage's weight buffer holds the trainable range, then the frozen range; its gradient buffer only the trainable range.
+A stage's weight buffer holds the trainable range, then the frozen range; its gradient buffer only
+the trainable range.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state that an optimizer's rule declares, and whether it updates hidden matrices as a whole."""
+    """The state that an optimizer's rule declares, and whether it updates hidden matrices as a
+    whole."""
 
     moments: tuple[Moment, ...]
     whole_matrices: bool = False
@@ -65,7 +67,9 @@ class FlatShard:
     has_state: bool  # whether the shard has gradients and moments
     weights: WeightShard
     placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
-    average: Tensor | None = None  # running average of the weights, (shard_numel,) fp32; None: no averaging
+    average: Tensor | None = (
+        None  # running average of the weights, (shard_numel,) fp32; None: no averaging
+    )
     # no memory: the shard is another pipeline rank's
     dtype = torch.float32
     keeps_average = False
@@ -76,19 +80,33 @@ class FlatShard:
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
 
     def __init__(
-        self, specs: Sequence[ParameterSpec], frozen: bool, training: bool, groups: Any, state: OptimizerState
+        self,
+        specs: Sequence[ParameterSpec],
+        frozen: bool,
+        training: bool,
+        groups: Any,
+        state: OptimizerState,
     ) -> None:
         self.group, self.replicate = groups.shard, groups.replicate
-        self.rank = self.replicate.rank * self.group.world_size + self.group.rank  # of all data-parallel ranks
+        self.rank = (
+            self.replicate.rank * self.group.world_size + self.group.rank
+        )  # of all data-parallel ranks
         self.layout = lay_out(specs, self.group.world_size, self.replicate.world_size)
         # None: no tensor parallelism, so no rank holds copies of these parameters.
-        self.replicas = Replicas(self.layout, self.rank, groups.tensor) if groups.tensor.world_size > 1 else None
+        self.replicas = (
+            Replicas(self.layout, self.rank, groups.tensor)
+            if groups.tensor.world_size > 1
+            else None
+        )
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
         self.whole_matrices = state.whole_matrices
 
-    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
-        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses that buffer."""
+    def allocate(
+        self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
+    ) -> None:
+        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses
+        that buffer."""
         self.full_weights = self.placed = weights.full
         self._own_weights = self._own(weights.full)
         self.has_memory = True
@@ -99,18 +117,25 @@ class FlatShard:
         elif self.shares_weights:
             self.weights = WeightShard(self._own_weights)
         else:
-            self.weights = WeightShard(self._zeros(self.dtype), self._own_weights if weights.is_owned else None)
-        self.moments = {name: self._zeros(torch.float32, self.numel(name)) for name in self._moments}
+            self.weights = WeightShard(
+                self._zeros(self.dtype), self._own_weights if weights.is_owned else None
+            )
+        self.moments = {
+            name: self._zeros(torch.float32, self.numel(name)) for name in self._moments
+        }
         self.average = self._zeros(torch.float32) if self.keeps_average else None
         if self.has_state:
             assert gradients is not None
             self.full_gradients, self.shares_gradients = gradients
             self.own_gradients = self._own(gradients.full)
             shares = gradients.is_owned
-            self.sums = self.grad_shard = self.own_gradients if shares else self._zeros(precision.gradients)
+            self.sums = self.grad_shard = (
+                self.own_gradients if shares else self._zeros(precision.gradients)
+            )
 
     def initialize(self, seed: int) -> None:
-        """Draw the initial weights, which depend only on seed, parameter name and device type, not on the layout.
+        """Draw the initial weights, which depend only on seed, parameter name and device type, not
+        on the layout.
 
         Each rank draws every parameter of its shard in full, one at a time, and stores its slice.
         """
@@ -120,17 +145,23 @@ class FlatShard:
             value = torch.empty(spec.shape, dtype=torch.float32, device=self.group.device)
             spec.initializer.fill(value, generator.manual_seed(derive_seed(seed, spec.name)))
             for _, tile in tiles:
-                shard[tile.offset : tile.end].view(tile.rows, tile.width).copy_(tile.view(value.view(-1)))
+                shard[tile.offset : tile.end].view(tile.rows, tile.width).copy_(
+                    tile.view(value.view(-1))
+                )
         self.write("weights", shard)
 
     def place_weights(self) -> None:
-        """Round the shard to the training dtype into this rank's slice of `placed`, unless the slice is up to date."""
+        """Round the shard to the training dtype into this rank's slice of `placed`, unless the
+        slice is up to date."""
         if self.shows_average:
-            self._own(self.placed).copy_(self.weights.read() if self.average is None else self.average)
+            self._own(self.placed).copy_(
+                self.weights.read() if self.average is None else self.average
+            )
         else:
             self.weights.round_into(self._own_weights)
 
-    # -- contents of a checkpoint ----------------------------------------------------------------------------------
+    # -- contents of a checkpoint
+    # ----------------------------------------------------------------------------------
 
     def kinds(self) -> dict[str, torch.dtype]:
         """Return the tensors to save by name, with their dtypes; each is (numel(name),)."""
@@ -148,19 +179,22 @@ class FlatShard:
         return not spec.matrix_rows or kind not in self._moments or self._moments[kind].of_matrices
 
     def counted(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-        """Return the (start, end) ranges within `start` to `end` that this rank adds to sums over all ranks."""
+        """Return the (start, end) ranges within `start` to `end` that this rank adds to sums over
+        all ranks."""
         end = self.layout.shard_numel if end is None else end
         counted = [(start, end)] if self.replicas is None else self.replicas.counted
         cut = [(max(low, start), min(high, end)) for low, high in counted]
         return [(low, high) for low, high in cut if low < high]
 
     def parameter_at(self, index: int) -> str:
-        """Return the name of the parameter at element `index` of this rank's shard, or before it in padding."""
+        """Return the name of the parameter at element `index` of this rank's shard, or before it in
+        padding."""
         place = self.layout.start(self.rank) + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 
     def read(self, kind: str) -> Tensor:
-        """Return the weights, the average or a moment: the live shard or, for split weights, an fp32 copy."""
+        """Return the weights, the average or a moment: the live shard or, for split weights, an
+        fp32 copy."""
         if kind == "average":
             assert self.average is not None
             return self.average

@@ -10,13 +10,20 @@ from torch import Tensor
 
 
 class Layer(Protocol):
-    """A module that maps hidden (b, s, h) to hidden (b, s, h); its parameters are `Parameter`s on the meta device."""
+    """A module that maps hidden (b, s, h) to hidden (b, s, h); its parameters are `Parameter`s on
+    the meta device."""
 
     name: str  # unique in the model
-    borrows_from: tuple[torch.nn.Module, ...]  # layers whose parameters this one also uses (a tied head: the embedding)
+    borrows_from: tuple[
+        torch.nn.Module, ...
+    ]  # layers whose parameters this one also uses (a tied head: the embedding)
     borrowed: tuple[str, ...]  # the names of these parameters
-    gradients_in_forward: bool  # the forward pass already writes parameter gradients (the loss does)
-    backward_needs_weights: bool  # the backward pass reads parameters, so they must be gathered for it
+    gradients_in_forward: (
+        bool  # the forward pass already writes parameter gradients (the loss does)
+    )
+    backward_needs_weights: (
+        bool  # the backward pass reads parameters, so they must be gathered for it
+    )
     recomputed: bool
 
     def __call__(self, hidden: Tensor | None, micro_batch: Any, /) -> Tensor: ...

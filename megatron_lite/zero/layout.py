@@ -1,4 +1,5 @@
-"""Memory layout: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no tensors."""
+"""Memory layout: layers -> stages -> flat ranges -> shards -> buffers. Pure arithmetic, no
+tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.tiles import Tile
 
-# Parameters and shards start at multiples of 64 elements: 128 bytes in the smallest dtypes (bf16, fp16).
+# Parameters and shards start at multiples of 64 elements: 128 bytes in the smallest dtypes (bf16,
+# fp16).
 ALIGNMENT = 64
 
 
@@ -49,9 +51,11 @@ class UpdateRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel elements each.
+    """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel
+    elements each.
 
-    Their order is that of the data-parallel ranks or, with replicas, s * R + r for rank s in the group of replica r.
+    Their order is that of the data-parallel ranks or, with replicas, s * R + r for rank s in the
+    group of replica r.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -77,7 +81,11 @@ class FlatLayout:
     def gaps(self) -> list[tuple[int, int]]:
         """Padding, as (start, end) in elements of the range."""
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
-        return [(slot.end, start) for slot, start in zip(self.slots, starts, strict=True) if slot.end < start]
+        return [
+            (slot.end, start)
+            for slot, start in zip(self.slots, starts, strict=True)
+            if slot.end < start
+        ]
 
     @property
     def first_matrix(self) -> int:
@@ -85,27 +93,36 @@ class FlatLayout:
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)
 
     def update_ranges(self, rank: int, separate: bool = False) -> list[UpdateRange]:
-        """Cut a rank's shard where hidden matrices begin and where weight decay or learning-rate scale change.
+        """Cut a rank's shard where hidden matrices begin and where weight decay or learning-rate
+        scale change.
 
-        `separate`: cut at every parameter. Padding belongs to the parameter before it: its weights, gradients and
-        moments are zero, and every rule leaves zeros at zero.
+        `separate`: cut at every parameter. Padding belongs to the parameter before it: its weights,
+        gradients and moments are zero, and every rule leaves zeros at zero.
         """
         firsts: list[int] = []  # index of the first parameter of each range
         for index, slot in enumerate(self.slots):
-            if separate or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):
+            if (
+                separate
+                or not firsts
+                or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec)
+            ):
                 firsts.append(index)
         starts = [self.slots[index].offset for index in firsts]
         low, ends = self.start(rank), starts[1:] + [self.numel]
         ranges = [
             UpdateRange(
-                max(start - low, 0), min(end - low, self.shard_numel), *_update_kind(self.slots[index].spec), index
+                max(start - low, 0),
+                min(end - low, self.shard_numel),
+                *_update_kind(self.slots[index].spec),
+                index,
             )
             for index, start, end in zip(firsts, starts, ends, strict=True)
         ]
         return [part for part in ranges if part.start < part.end]
 
     def pieces(self, rank: int) -> Iterator[tuple[ParameterSlot, int, int]]:
-        """Yield the parameters in a rank's shard: (slot, start, end), bounds in elements of the parameter."""
+        """Yield the parameters in a rank's shard: (slot, start, end), bounds in elements of the
+        parameter."""
         low = self.start(rank)
         high = low + self.shard_numel
         for slot in self.slots:
@@ -113,7 +130,9 @@ class FlatLayout:
             if start < end:
                 yield slot, start - slot.offset, end - slot.offset
 
-    def tiles(self, rank: int, tensor_rank: int | None = None) -> Iterator[tuple[ParameterSpec, Tile]]:
+    def tiles(
+        self, rank: int, tensor_rank: int | None = None
+    ) -> Iterator[tuple[ParameterSpec, Tile]]:
         """Yield the tiles in a data-parallel rank's shard. tensor_rank: by default this rank's."""
         low = self.start(rank)
         for slot in self.slots:
@@ -130,7 +149,8 @@ def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
 
 
 def lay_out(specs: Sequence[ParameterSpec], ranks: int, replicas: int = 1) -> FlatLayout:
-    """Place parameters in a flat range at aligned offsets, grouped by update rule; for `ranks` in each replica.
+    """Place parameters in a flat range at aligned offsets, grouped by update rule; for `ranks` in
+    each replica.
 
     Hidden matrices come last, and parameters without weight decay before those with it.
     """
@@ -145,7 +165,8 @@ def lay_out(specs: Sequence[ParameterSpec], ranks: int, replicas: int = 1) -> Fl
 
 
 def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
-    """Split the layers into stages, as ranges of layer indices: [embedding], [blocks...]..., [head].
+    """Split the layers into stages, as ranges of layer indices: [embedding], [blocks...]...,
+    [head].
 
     Fractions alternate: 1.5 gives stages of one and two blocks.
     """
@@ -165,13 +186,16 @@ class BufferPlan:
 
 
 def plan_buffers(
-    stage_sizes: Mapping[int, int], num_buffers: int, keep_apart: frozenset[int], every: bool = False
+    stage_sizes: Mapping[int, int],
+    num_buffers: int,
+    keep_apart: frozenset[int],
+    every: bool = False,
 ) -> BufferPlan:
     """Assign buffers to stages round-robin; each buffer is as large as the largest of its stages.
 
-    Stages of size 0 (gradients of frozen stages) get no buffer or, with `every`, one of size 0 (weights of a tied head
-    whose norm has none). Stages in `keep_apart` (a tied embedding, needed first and last) get their own buffer. Neither
-    takes part in the round-robin.
+    Stages of size 0 (gradients of frozen stages) get no buffer or, with `every`, one of size 0
+    (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding, needed
+    first and last) get their own buffer. Neither takes part in the round-robin.
     """
     needy = [stage for stage, size in stage_sizes.items() if size or every]
     apart = [stage for stage in needy if stage in keep_apart or not stage_sizes[stage]]
@@ -179,6 +203,9 @@ def plan_buffers(
     count = min(num_buffers, len(shared))
     placement = {stage: position % count for position, stage in enumerate(shared)}
     placement |= {stage: count + position for position, stage in enumerate(apart)}
-    users = [[stage for stage in needy if placement[stage] == buffer] for buffer in range(count + len(apart))]
+    users = [
+        [stage for stage in needy if placement[stage] == buffer]
+        for buffer in range(count + len(apart))
+    ]
     sizes = tuple(max(stage_sizes[stage] for stage in stages) for stages in users)
     return BufferPlan(placement, sizes, tuple(len(stages) == 1 for stages in users))

@@ -6,7 +6,8 @@
     after the last one             the borrower's rank sends what they have written, before any reduction
     backward passes of the lender  add to what has come; the lender's ranks reduce the sum
 
-So a gradient sums in the order of one pipeline rank. A copy has no part in updates, norms and files.
+So a gradient sums in the order of one pipeline rank. A copy has no part in updates, norms and
+files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from megatron_lite.zero.stage import Stage
 class BorrowedShard(FlatShard):
     """A slice of buffers, and nothing else."""
 
-    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
+    def allocate(
+        self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
+    ) -> None:
         """See `FlatShard`."""
         self.full_weights = self.placed = weights.full
         if gradients is not None:
@@ -55,14 +58,19 @@ class BorrowedStage(Stage):
 
 
 class Loans(Messages):
-    """The messages of a rank if ranks borrow stages. stages: of this rank, by number, copies included."""
+    """The messages of a rank if ranks borrow stages. stages: of this rank, by number, copies
+    included."""
 
-    def __init__(self, group: PipelineGroup, layers: Any, dtype: torch.dtype, stages: Mapping[int, Stage]) -> None:
+    def __init__(
+        self, group: PipelineGroup, layers: Any, dtype: torch.dtype, stages: Mapping[int, Stage]
+    ) -> None:
         super().__init__(group, layers[0], dtype)
         self._stages, self._gradients = stages, dict[int, list[Tensor]]()
         lent = {name for layer in layers for name in layer.borrowed}
         for stage in stages.values():
-            self._gradients[stage.index] = [each.main_grad for each in stage.trained if each.spec.name in lent]
+            self._gradients[stage.index] = [
+                each.main_grad for each in stage.trained if each.spec.name in lent
+            ]
             if isinstance(stage, BorrowedStage):
                 stage.weights.holder = stage.index  # gathers nothing before something has come
             else:
@@ -81,7 +89,9 @@ class Loans(Messages):
         elif isinstance(stage, BorrowedStage):
             stage.weights.wait()
             stage.weights.holder = None
-            stage.weights.start(Works([self._group.receive(slice_, message.peer) for slice_ in own]))
+            stage.weights.start(
+                Works([self._group.receive(slice_, message.peer) for slice_ in own])
+            )
             stage.give_back = functools.partial(self._move, self._group.send, message)
         else:
             stage.gather()
@@ -91,4 +101,6 @@ class Loans(Messages):
 
     def _move(self, transfer: Callable[[Tensor, int], Any], message: Message) -> Works:
         """Send or receive gradients that a borrower writes."""
-        return Works([transfer(gradient, message.peer) for gradient in self._gradients[message.stage]])
+        return Works(
+            [transfer(gradient, message.peer) for gradient in self._gradients[message.stage]]
+        )

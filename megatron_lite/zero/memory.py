@@ -1,4 +1,5 @@
-"""The full-stage buffers of a model: their number, the stages that use each, and a table of all memory."""
+"""The full-stage buffers of a model: their number, the stages that use each, and a table of all
+memory."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ class MemoryRow:
 class Memory:
     """The buffers and shards of all stages.
 
-    averaged: also allocate running averages of the trainable weights. breadth_first: the schedule computes a stage's
-    micro-batches in a row; others would have to reduce their gradients one by one, so a stage keeps its own buffer.
+    averaged: also allocate running averages of the trainable weights. breadth_first: the schedule
+    computes a stage's micro-batches in a row; others would have to reduce their gradients one by
+    one, so a stage keeps its own buffer.
     """
 
     def __init__(
@@ -50,16 +52,29 @@ class Memory:
         self._replicate = stages[0].parts[0].replicate
         tied = frozenset(lender for lender, _ in ties)
         weight_count, grad_count = self._counts(config, breadth_first)
-        weight_plan = plan_buffers({stage.index: stage.numel for stage in stages}, weight_count, tied, every=True)
-        grad_plan = plan_buffers({stage.index: stage.grad_numel for stage in stages}, grad_count, tied)
-        # A single rank gathers nothing ahead; several fill or send one buffer while they use the other.
-        ahead, updates_ahead = (min(size, 2) for size in (group.world_size, stages[0].world.world_size))
-        update_plan = plan_buffers({stage.index: stage.update_numel for stage in stages}, updates_ahead, frozenset())
+        weight_plan = plan_buffers(
+            {stage.index: stage.numel for stage in stages}, weight_count, tied, every=True
+        )
+        grad_plan = plan_buffers(
+            {stage.index: stage.grad_numel for stage in stages}, grad_count, tied
+        )
+        # A single rank gathers nothing ahead; several fill or send one buffer while they use the
+        # other.
+        ahead, updates_ahead = (
+            min(size, 2) for size in (group.world_size, stages[0].world.world_size)
+        )
+        update_plan = plan_buffers(
+            {stage.index: stage.update_numel for stage in stages}, updates_ahead, frozenset()
+        )
         self.weights = self._buffers(weight_plan, precision.training)
         self.gradients = self._buffers(grad_plan, precision.gradients)
-        self.updates = self._buffers(update_plan, torch.bfloat16)  # Muon rounds to bf16 before orthogonalizing
+        self.updates = self._buffers(
+            update_plan, torch.bfloat16
+        )  # Muon rounds to bf16 before orthogonalizing
         for stage in stages:
-            update, gradients = (plan.placement.get(stage.index) for plan in (update_plan, grad_plan))
+            update, gradients = (
+                plan.placement.get(stage.index) for plan in (update_plan, grad_plan)
+            )
             stage.update_buffer = None if update is None else self.updates[update]
             weights = weight_plan.placement[stage.index]
             sums = None if gradients is None else self.gradients[gradients]
@@ -68,8 +83,11 @@ class Memory:
         self.averages: list[Buffer] = []
         self.average_plans: list[StagePlan] = []
         if averaged:
-            # Shared by all stages at every ZeRO stage. Allocated now, so that validation cannot run out of memory.
-            average_plan = plan_buffers({stage.index: stage.numel for stage in stages}, ahead, tied, every=True)
+            # Shared by all stages at every ZeRO stage. Allocated now, so that validation cannot run
+            # out of memory.
+            average_plan = plan_buffers(
+                {stage.index: stage.numel for stage in stages}, ahead, tied, every=True
+            )
             self.averages = self._buffers(average_plan, precision.training)
             self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
 
@@ -82,13 +100,18 @@ class Memory:
         for buffer in (*self.weights, *self.gradients, *self.updates, *self.averages):
             if self._group.symmetric_memory and buffer.data.numel():
                 try:
-                    self._group.symmetric_memory.rendezvous(buffer.data, self._group.group.group_name)
+                    self._group.symmetric_memory.rendezvous(
+                        buffer.data, self._group.group.group_name
+                    )
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
-                    raise UsageError(f"--symmetric_memory=1: NCCL refuses a buffer ({reason}); leave it out") from error
+                    raise UsageError(
+                        f"--symmetric_memory=1: NCCL refuses a buffer ({reason}); leave it out"
+                    ) from error
 
     def table(self) -> list[MemoryRow]:
-        """Return this rank's memory by kind; a shard that is a view of a buffer counts as buffer."""
+        """Return this rank's memory by kind; a shard that is a view of a buffer counts as
+        buffer."""
         parts = [part for stage in self.stages for part in stage.parts if part.has_memory]
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
@@ -100,8 +123,12 @@ class Memory:
         sizes = {
             trained_kind: [_weight_bytes(part) for part in trained],
             "frozen weight shards": [_weight_bytes(part) for part in frozen],
-            "gradient shards": [0 if part.shares_gradients else part.sums.nbytes for part in stateful],
-            "optimizer moments": [moment.nbytes for part in stateful for moment in part.moments.values()],
+            "gradient shards": [
+                0 if part.shares_gradients else part.sums.nbytes for part in stateful
+            ],
+            "optimizer moments": [
+                moment.nbytes for part in stateful for moment in part.moments.values()
+            ],
             "averages": [0 if part.average is None else part.average.nbytes for part in parts],
             "weight buffers": [buffer.data.nbytes for buffer in self.weights],
             "gradient buffers": [buffer.data.nbytes for buffer in self.gradients],
@@ -109,21 +136,25 @@ class Memory:
             "update buffers": [buffer.data.nbytes for buffer in self.updates],
             "communication scratch": [scratch],
         }
-        return [MemoryRow(kind, sum(size > 0 for size in every), sum(every)) for kind, every in sizes.items()]
+        return [
+            MemoryRow(kind, sum(size > 0 for size in every), sum(every))
+            for kind, every in sizes.items()
+        ]
 
     def buffer_counts(self) -> tuple[int, int]:
         """Return the numbers of weight buffers and gradient buffers."""
         return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)
 
     def _counts(self, config: MultiStageConfig, breadth_first: bool) -> tuple[int, int]:
-        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO stage."""
+        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO
+        stage."""
         every, alone = len(self.stages), self._group.world_size == 1
         zero_stage = config.zero_stage or 1
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
         gradients = config.num_grad_buffers or (2 if zero_stage >= 2 and breadth_first else every)
-        # On a single rank the shard is the full tensor: in the buffers' dtype, which replicas hold, a buffer per
-        # stage costs nothing.
+        # On a single rank the shard is the full tensor: in the buffers' dtype, which replicas hold,
+        # a buffer per stage costs nothing.
         if alone and (self._precision.training == torch.float32 or self._replicate.world_size > 1):
             weights = every
         return weights, every if alone else gradients
@@ -131,7 +162,12 @@ class Memory:
     def _buffers(self, plan: BufferPlan, dtype: torch.dtype) -> list[Buffer]:
         library = self._group.symmetric_memory or torch
         return [
-            Buffer((library if size else torch).empty(size, dtype=dtype, device=self._group.device).zero_(), is_owned)
+            Buffer(
+                (library if size else torch)
+                .empty(size, dtype=dtype, device=self._group.device)
+                .zero_(),
+                is_owned,
+            )
             for size, is_owned in zip(plan.sizes, plan.owned, strict=True)
         ]
 
@@ -158,5 +194,6 @@ def lenders(stage: Stage, stages: Sequence[Stage]) -> tuple[int, ...]:
     return tuple(
         other.index
         for other in stages
-        if other is not stage and any(layer is lender for layer in other.layers for lender in borrowed)
+        if other is not stage
+        and any(layer is lender for layer in other.layers for lender in borrowed)
     )

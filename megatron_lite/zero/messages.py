@@ -19,7 +19,8 @@ class FirstLayer(Protocol):
     """The first layer, as messages know it."""
 
     def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
-        """Return shape and dtype (None: that of training) of a micro-batch's hidden states between layers."""
+        """Return shape and dtype (None: that of training) of a micro-batch's hidden states between
+        layers."""
         ...
 
 

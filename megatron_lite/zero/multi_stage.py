@@ -1,4 +1,5 @@
-"""All stages of a model: iterations through them, their full weights, and gathers ahead of the next iteration."""
+"""All stages of a model: iterations through them, their full weights, and gathers ahead of the next
+iteration."""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ class MultiStage:
 
     groups: this rank's: a `Distributed`, or what stands for one in a plan.
     training: False (inference) allocates no gradients and no moments.
-    averaged: allocate a running average of the trainable weights, which `optimizer.Averaging` updates.
-    state: the optimizer state, as the rule declares it.
-    durations: of a micro-batch's passes through each stage, for the schedule, the same on all ranks; by default equal.
+    averaged: allocate a running average of the trainable weights, which `optimizer.Averaging`
+    updates. state: the optimizer state, as the rule declares it.
+    durations: of a micro-batch's passes through each stage, for the schedule, the same on all
+    ranks; by default equal.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class MultiStage:
         self.precision = Precision(
             training=dtype,
             gradients=torch.float32 if config.full_precision_gradients else dtype,
-            frozen_weights=torch.float32 if config.store_frozen_weights_in_optimization_precision else dtype,
+            frozen_weights=torch.float32
+            if config.store_frozen_weights_in_optimization_precision
+            else dtype,
             split_master=config.split_master_weights and training,
         )
         assert config.layers_per_stage != "auto", "resolved before"
@@ -75,32 +79,52 @@ class MultiStage:
         assert name != "auto", "resolved before"
         every = self.all_stages
         ties = tuple((lender, stage.index) for stage in every for lender in lenders(stage, every))
-        head = every[-1].numel + sum(every[lender].numel for lender, borrower in ties if borrower == every[-1].index)
-        work = head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))  # products: as the weights
-        self.pipeline = place(self.ranks.world_size, len(every), name, config.pipeline_placement, work)
+        head = every[-1].numel + sum(
+            every[lender].numel for lender, borrower in ties if borrower == every[-1].index
+        )
+        work = (
+            head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))
+        )  # products: as the weights
+        self.pipeline = place(
+            self.ranks.world_size, len(every), name, config.pipeline_placement, work
+        )
         self.stages = [every[index] for index in self.pipeline.stages_of(self.ranks.rank)]
         apart, rank_of = self.pipeline.apart(ties), self.pipeline.rank_of
-        copies = [BorrowedStage(i, every[i].layers, *of_all) for i, j in apart if rank_of[j] == self.ranks.rank]
+        copies = [
+            BorrowedStage(i, every[i].layers, *of_all)
+            for i, j in apart
+            if rank_of[j] == self.ranks.rank
+        ]
         used = [*self.stages, *copies]
         self._by_index = {stage.index: stage for stage in used}
         self._verbs: Mapping[int, Stage] = self._by_index
-        self.memory = Memory(used, config, self.precision, groups.shard, averaged, name == "breadth_first", ties)
+        self.memory = Memory(
+            used, config, self.precision, groups.shard, averaged, name == "breadth_first", ties
+        )
         self._shows_average = False
-        first_trained = next((stage.index for stage in self.all_stages if stage.trainable), len(self.split))
+        first_trained = next(
+            (stage.index for stage in self.all_stages if stage.trainable), len(self.split)
+        )
         for stage in self.all_stages:
             stage.runs_backward = training and stage.index >= first_trained
             stage.wants_input_gradient = stage.index > first_trained
-        self.order = Order(self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split))
+        self.order = Order(
+            self.pipeline, name, first_trained, ties, durations or [Durations()] * len(self.split)
+        )
         self._breadth_first = batch.breadth_first_micro_batches
         loans = Loans(self.ranks, layers, dtype, self._by_index) if apart else None
         self.messages = loans or Messages(self.ranks, layers[0], dtype)
         self._schedules: dict[tuple[str, int], list[Step]] = {}
         # The schedule of the largest batch; every schedule begins with the same gathers.
-        self.training_schedule = self._schedule("training", batch.depth_first_micro_batches * self._breadth_first)
+        self.training_schedule = self._schedule(
+            "training", batch.depth_first_micro_batches * self._breadth_first
+        )
         self._throttle: Throttle | None = None
         several = groups.layers.world_size > 1  # one rank frees and reuses memory on one stream
         if config.throttle_cpu and several and self.group.device.type == "cuda":
-            self._throttle = Throttle(config.throttle_cpu_rate, config.throttle_cpu_delay, self.group.wait_for)
+            self._throttle = Throttle(
+                config.throttle_cpu_rate, config.throttle_cpu_delay, self.group.wait_for
+            )
 
     def initialize(self, seed: int) -> None:
         """Draw the initial weights."""
@@ -114,13 +138,18 @@ class MultiStage:
             stage.observer = observer
 
     def wrap(self, wrapped: Callable[[Stage], Stage] | None) -> None:
-        """Run training steps and their early gathers through `wrapped(stage)`; None: through the stages again."""
-        self._verbs = {index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()}
+        """Run training steps and their early gathers through `wrapped(stage)`; None: through the
+        stages again."""
+        self._verbs = {
+            index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()
+        }
 
-    # -- computing --------------------------------------------------------------------------------------------------
+    # -- computing
+    # --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Compute one iteration's gradients into the shards; return this rank's summed loss, 0 without the head."""
+        """Compute one iteration's gradients into the shards; return this rank's summed loss, 0
+        without the head."""
         assert self.training, "a model in inference mode has no gradients"
         assert not self._shows_average, "averages are not trained"
         steps = self._schedule("training", len(micro_batches))
@@ -133,7 +162,9 @@ class MultiStage:
         """Return this rank's summed loss, without gradients; 0 without the head."""
         kind = "average" if self._shows_average else "evaluation"
         steps = self._schedule(kind, len(micro_batches))
-        return self._sum(runner.execute(self._by_index, steps, micro_batches, self.messages, trains=False))
+        return self._sum(
+            runner.execute(self._by_index, steps, micro_batches, self.messages, trains=False)
+        )
 
     def output(self, micro_batch: Any) -> Tensor:
         """Return the last layer's output for one micro-batch, without gradients, on every rank."""
@@ -144,10 +175,11 @@ class MultiStage:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let `evaluate` and `full_weights` use the averages instead of the weights inside this context.
+        """Let `evaluate` and `full_weights` use the averages instead of the weights inside this
+        context.
 
-        Averages have their own buffers, because a weight buffer may be the memory of the master weights. Weight buffers
-        and their pending gathers stay as they are.
+        Averages have their own buffers, because a weight buffer may be the memory of the master
+        weights. Weight buffers and their pending gathers stay as they are.
         """
         assert self.memory.averages, "this model keeps no averages"
         self._show_averages(True)
@@ -196,7 +228,8 @@ class MultiStage:
                 stage.invalidate()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather stage by stage and yield (name, full weight in the training dtype), valid until the next is requested.
+        """Gather stage by stage and yield (name, full weight in the training dtype), valid until
+        the next is requested.
 
         Every rank must iterate to the end.
         """
@@ -209,7 +242,8 @@ class MultiStage:
                 yield spec.name, self.ranks.from_owner(whole, owner)
 
     def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """As `full_weights`, but yield this rank's part with its spec, without tensor-parallel communication."""
+        """As `full_weights`, but yield this rank's part with its spec, without tensor-parallel
+        communication."""
         for stage in self.stages:
             yield from self._weights_of(stage)
 
@@ -233,14 +267,16 @@ class MultiStage:
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
         return torch.stack([*losses]).sum() if losses else torch.zeros((), device=self.group.device)
 
-    # -- contents -----------------------------------------------------------------------------------------------------
+    # -- contents
+    # -----------------------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[tuple[int, FlatShard]]:
         """Return (stage index, flat shard) of this rank in order."""
         return ((stage.index, part) for stage in self.stages for part in stage.parts)
 
     def all_parts(self) -> Iterator[tuple[int, FlatShard]]:
-        """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but no memory."""
+        """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but
+        no memory."""
         return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
 
     def specs(self) -> Iterator[ParameterSpec]:

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: which stages a rank has, and the passes of every rank in their order.
 
-Consecutive stages that a micro-batch passes on one rank are a *chunk*; the embedding is in the first, the head in the
-last. Chunk c of C is on pipeline rank c % P ("loop") or goes there and back ("v": 0, 1, ..., P - 1, P - 1, ..., 0), so
-that with "v" embedding and head are on the first rank. Each schedule computes a stage's micro-batches in ascending
-order, so that P changes no sum.
+Consecutive stages that a micro-batch passes on one rank are a *chunk*; the embedding is in the
+first, the head in the last. Chunk c of C is on pipeline rank c % P ("loop") or goes there and back
+("v": 0, 1, ..., P - 1, P - 1, ..., 0), so that with "v" embedding and head are on the first rank.
+Each schedule computes a stage's micro-batches in ascending order, so that P changes no sum.
 
     breadth_first  every micro-batch through a chunk before the next chunk: one gather and one reduction a stage and
                    step in ZeRO-3, activations of all micro-batches (Lamy-Poirier 2022, arXiv:2211.05953)
@@ -25,7 +25,9 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.system import ONE_LOOP, number_of_chunks
 
-Kind = Literal["forward", "backward", "input", "weights"]  # a backward pass is whole, or one of its two parts
+Kind = Literal[
+    "forward", "backward", "input", "weights"
+]  # a backward pass is whole, or one of its two parts
 Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
 
 
@@ -72,7 +74,9 @@ class Pipeline:
     @functools.cached_property
     def rank_of(self) -> list[int]:
         """The pipeline rank of each stage."""
-        return [self.rank_of_chunk(chunk) for chunk, stages in enumerate(self.chunks) for _ in stages]
+        return [
+            self.rank_of_chunk(chunk) for chunk, stages in enumerate(self.chunks) for _ in stages
+        ]
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank, ascending."""
@@ -83,10 +87,14 @@ class Pipeline:
         return [tie for tie in ties if self.rank_of[tie[0]] != self.rank_of[tie[1]]]
 
 
-def place(ranks: int, num_stages: int, schedule: str, placement: str, head: float = 0.0) -> Pipeline:
-    """Divide the stages, of which the first is the embedding and the last the head, into chunks of a pipeline.
+def place(
+    ranks: int, num_stages: int, schedule: str, placement: str, head: float = 0.0
+) -> Pipeline:
+    """Divide the stages, of which the first is the embedding and the last the head, into chunks of
+    a pipeline.
 
-    head: its work in that of a stage of blocks. With one loop its rank has fewer of these; loops need equal chunks.
+    head: its work in that of a stage of blocks. With one loop its rank has fewer of these; loops
+    need equal chunks.
     """
     blocks = num_stages - 2
     count = number_of_chunks(ranks, blocks, schedule, placement)
@@ -94,15 +102,20 @@ def place(ranks: int, num_stages: int, schedule: str, placement: str, head: floa
     owners = [Pipeline(ranks, (), placement).rank_of_chunk(chunk) for chunk in range(count)]
     sizes, work = [1] * count, [float(owners.count(rank)) for rank in range(ranks)]
     work[owners[-1]] += head if schedule in ONE_LOOP else 0.0
-    for _ in range(blocks - count):  # to the least work; of equals to the last, which holds fewer activations
+    for _ in range(
+        blocks - count
+    ):  # to the least work; of equals to the last, which holds fewer activations
         rank = min(range(ranks), key=lambda rank: (work[rank], -rank))
-        chunk = min((chunk for chunk in range(count) if owners[chunk] == rank), key=lambda c: (sizes[c], -c))
+        chunk = min(
+            (chunk for chunk in range(count) if owners[chunk] == rank), key=lambda c: (sizes[c], -c)
+        )
         work[rank], sizes[chunk] = work[rank] + 1, sizes[chunk] + 1
     borders = [0, *(1 + end for end in itertools.accumulate(sizes[:-1])), num_stages]
     return Pipeline(ranks, tuple(range(*pair) for pair in itertools.pairwise(borders)), placement)
 
 
-# -- the schedules: passes of every rank through chunks ----------------------------------------------------------------
+# -- the schedules: passes of every rank through chunks
+# ----------------------------------------------------------------
 
 
 def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
@@ -116,12 +129,18 @@ def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
 
 
 def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
-    """Return the passes of every rank; see `breadth_first`. With several chunks a rank, they are interleaved."""
+    """Return the passes of every rank; see `breadth_first`. With several chunks a rank, they are
+    interleaved."""
     ranks, loops = pipeline.ranks, len(pipeline.chunks) // pipeline.ranks
     groups = max(1, micro_batches // ranks)
     borders = [micro_batches * group // groups for group in range(groups + 1)]
     pairs = [*itertools.pairwise(borders)]
-    turns = [(loop, micro) for first, end in pairs for loop in range(loops) for micro in range(first, end)]
+    turns = [
+        (loop, micro)
+        for first, end in pairs
+        for loop in range(loops)
+        for micro in range(first, end)
+    ]
     largest = max(end - first for first, end in pairs)
     found = []
     for rank in range(ranks):
@@ -137,17 +156,21 @@ def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Dura
 def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
     """Return the passes of every rank; see `breadth_first`.
 
-    Takes again and again the pass that can start first. Of several that can start at nearly the same time: input
-    gradients before forward passes before weight gradients, the oldest micro-batch's gradient, and the forward pass
-    that is nearest to the loss.
+    Takes again and again the pass that can start first. Of several that can start at nearly the
+    same time: input gradients before forward passes before weight gradients, the oldest
+    micro-batch's gradient, and the forward pass that is nearest to the loss.
     """
     most, count = 2 * pipeline.ranks, len(pipeline.chunks)
     own = [pipeline.chunks_of(rank) for rank in range(pipeline.ranks)]
     rank_of = [pipeline.rank_of_chunk(chunk) for chunk in range(count)]
     found: Passes = [[] for _ in own]
     end, free = dict[Pass, float](), [0.0] * pipeline.ranks
-    held, back = ([0] * pipeline.ranks for _ in range(2))  # activations, and those of the rank's last chunk
-    coming: dict[Kind, list[int]] = {kind: [0] * count for kind in ("input", "forward", "weights")}  # by priority
+    held, back = (
+        [0] * pipeline.ranks for _ in range(2)
+    )  # activations, and those of the rank's last chunk
+    coming: dict[Kind, list[int]] = {
+        kind: [0] * count for kind in ("input", "forward", "weights")
+    }  # by priority
 
     nearly = 0.05 * sum(map(sum, durations)) / count / 3
 
@@ -155,13 +178,21 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
         for priority, kind in enumerate(coming):
             for chunk, micro in enumerate(coming[kind]):
                 each, rank = Pass(kind, chunk, micro), rank_of[chunk]
-                # The last place is for a micro-batch on its way back, unless another one that is frees a place.
+                # The last place is for a micro-batch on its way back, unless another one that is
+                # frees a place.
                 room = most - (chunk != own[rank][-1] and back[rank] == 0)
                 if micro == micro_batches or (kind == "forward" and held[rank] >= room):
                     continue
-                start = max([free[rank], *(end.get(needed, math.inf) for needed in needed_by(each, count))])
+                start = max(
+                    [free[rank], *(end.get(needed, math.inf) for needed in needed_by(each, count))]
+                )
                 if start < math.inf:
-                    yield start, (priority, *((micro, -chunk) if kind == "input" else (-chunk, micro))), rank, each
+                    yield (
+                        start,
+                        (priority, *((micro, -chunk) if kind == "input" else (-chunk, micro))),
+                        rank,
+                        each,
+                    )
 
     while True:
         possible = [*choices()]
@@ -169,7 +200,9 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
             assert all(of == [micro_batches] * count for of in coming.values()), (pipeline, coming)
             return found
         latest = min(possible)[0] + nearly
-        start, _, rank, each = min((it for it in possible if it[0] <= latest), key=lambda it: (it[1], it[0]))
+        start, _, rank, each = min(
+            (it for it in possible if it[0] <= latest), key=lambda it: (it[1], it[0])
+        )
         end[each] = free[rank] = start + durations[each.stage].of(each.kind)
         more = (each.kind == "forward") - (each.kind == "weights")
         held[rank] += more
@@ -179,7 +212,8 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
 
 
 def needed_by(each: Pass, count: int) -> Iterator[Pass]:
-    """Yield the passes whose results a pass needs, of `count` stages or chunks; "input" also stands for "backward"."""
+    """Yield the passes whose results a pass needs, of `count` stages or chunks; "input" also stands
+    for "backward"."""
     if each.kind == "weights":
         yield each._replace(kind="input")
     elif each.kind != "forward":
@@ -199,7 +233,8 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-# -- from chunks to stages ---------------------------------------------------------------------------------------------
+# -- from chunks to stages
+# ---------------------------------------------------------------------------------------------
 
 
 def training_passes(
@@ -216,24 +251,32 @@ def training_passes(
         groups: micro-batches that are computed together.
         durations: of each stage.
         first_trained: the first stage with a backward pass.
-        ties: both stages write one gradient: the backward passes of the first follow all passes of the second, of the
-            group or, if they are on different ranks, of the step.
+        ties: both stages write one gradient: the backward passes of the first follow all passes of
+            the second, of the group or, if they are on different ranks, of the step.
     """
-    chunks = [Durations(*map(sum, zip(*durations[some.start : some.stop], strict=True))) for some in pipeline.chunks]
+    chunks = [
+        Durations(*map(sum, zip(*durations[some.start : some.stop], strict=True)))
+        for some in pipeline.chunks
+    ]
     found: Passes = [[] for _ in range(pipeline.ranks)]
     apart = pipeline.apart(ties)
     near = [tie for tie in ties if tie not in apart]
     for group in groups:
-        for own, passes in zip(found, SCHEDULES[schedule](pipeline, len(group), chunks), strict=True):
+        for own, passes in zip(
+            found, SCHEDULES[schedule](pipeline, len(group), chunks), strict=True
+        ):
             shifted = [each._replace(micro_batch=group.start + each.micro_batch) for each in passes]
             through = _through_stages(pipeline, shifted, schedule == "breadth_first")
-            trained = (each for each in through if each.kind == "forward" or each.stage >= first_trained)
+            trained = (
+                each for each in through if each.kind == "forward" or each.stage >= first_trained
+            )
             own += _at_last([*trained], near)
     return [[*_at_last(own, apart)] for own in found]
 
 
 def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) -> Iterator[Pass]:
-    """Yield the passes through the stages of each chunk. by_stage: a whole row of micro-batches first."""
+    """Yield the passes through the stages of each chunk. by_stage: a whole row of micro-batches
+    first."""
     for (kind, chunk), run in itertools.groupby(passes, key=lambda each: each[:2]):
         batches = [each.micro_batch for each in run]
         for some in [batches] if by_stage else [[micro] for micro in batches]:
@@ -243,7 +286,8 @@ def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) 
 
 
 def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
-    """Move the backward passes of tied stages to the last one, which needs the borrower's last one."""
+    """Move the backward passes of tied stages to the last one, which needs the borrower's last
+    one."""
     lenders = {lender for lender, _ in ties}
     late = [each for each in passes if each.kind != "forward" and each.stage in lenders]
     for each in passes:
@@ -254,7 +298,8 @@ def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
 
 
 def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> Passes:
-    """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of them in a row."""
+    """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of
+    them in a row."""
     ranks = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)]
     batches = range(micro_batches)
     if pipeline.ranks == 1:

@@ -1,4 +1,5 @@
-"""A recomputed layer saves only its input; its backward pass runs the forward pass again with the same seeds.
+"""A recomputed layer saves only its input; its backward pass runs the forward pass again with the
+same seeds.
 
 forward: y = f(x), saving x        backward: y = f(x) again, saving what f saves, then dx from dy
 """
@@ -15,10 +16,13 @@ from megatron_lite.zero.layer import Layer
 
 
 class _Recomputed(Function):
-    """Takes trained parameters as arguments so that the output requires a gradient even if the input does not."""
+    """Takes trained parameters as arguments so that the output requires a gradient even if the
+    input does not."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, hidden: Tensor, micro_batch: Any, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layer: Layer, hidden: Tensor, micro_batch: Any, *trained: Tensor
+    ) -> Tensor:
         ctx.layer, ctx.micro_batch = layer, micro_batch
         ctx.save_for_backward(hidden)
         return layer(hidden, micro_batch)
@@ -33,6 +37,7 @@ class _Recomputed(Function):
 
 
 def recompute(layer: Layer, hidden: Tensor, micro_batch: Any) -> Tensor:
-    """Return `layer(hidden, micro_batch)`, saving only `hidden`; the layer accumulates its parameters' gradients."""
+    """Return `layer(hidden, micro_batch)`, saving only `hidden`; the layer accumulates its
+    parameters' gradients."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     return _Recomputed.apply(layer, hidden, micro_batch, *trained)

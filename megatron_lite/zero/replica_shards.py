@@ -1,14 +1,17 @@
-"""Hybrid shards: ZeRO inside groups of S neighbouring data-parallel ranks, composed with ZeRO-1 across R replicas.
+"""Hybrid shards: ZeRO inside groups of S neighbouring data-parallel ranks, composed with ZeRO-1
+across R replicas.
 
-Every rank owns 1/N of the master weights and optimizer state, N = S R. It also holds the 1/S of weights in the training
-dtype and of gradients that its group needs of it: the shards of the R ranks with its place, one after another. A step
-gathers and reduces inside the group, which may be a node, and across replicas once:
+Every rank owns 1/N of the master weights and optimizer state, N = S R. It also holds the 1/S of
+weights in the training dtype and of gradients that its group needs of it: the shards of the R ranks
+with its place, one after another. A step gathers and reduces inside the group, which may be a node,
+and across replicas once:
 
     backward of stages i, i - 1, ...    reduce in the group, and once done across replicas, while later passes run
     update of stage i                   gather its new weights across replicas, while the next stage is updated
     gather of stage i                   wait for that; gather in the group
 
-Both collectives across replicas work in place: on contiguous memory, as the layout numbers shards s * R + r.
+Both collectives across replicas work in place: on contiguous memory, as the layout numbers shards s
+* R + r.
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ from megatron_lite.zero.stage import Stage
 
 
 class HybridShard(FlatShard):
-    """As `FlatShard`; its weights and gradients are views of those that this rank holds for its group."""
+    """As `FlatShard`; its weights and gradients are views of those that this rank holds for its
+    group."""
 
-    def allocate(self, weights: BufferRange, gradients: BufferRange | None, precision: Precision) -> None:
+    def allocate(
+        self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
+    ) -> None:
         """See `FlatShard`."""
         held_numel = self.layout.numel // self.group.world_size
-        # This rank's part of its group's weights, (R * shard_numel,) in the training dtype; `is_stale`: the other
-        # replicas' shards in it are older than theirs.
+        # This rank's part of its group's weights, (R * shard_numel,) in the training dtype;
+        # `is_stale`: the other replicas' shards in it are older than theirs.
         self.held = super()._own(weights.full)
         if not weights.is_owned:
             self.held = self._zeros(weights.full.dtype, held_numel)
@@ -45,7 +51,9 @@ class HybridShard(FlatShard):
         sums = None
         if gradients is not None:
             own = super()._own(gradients.full)
-            sums = BufferRange(own if gradients.is_owned else self._zeros(precision.gradients, held_numel), True)
+            sums = BufferRange(
+                own if gradients.is_owned else self._zeros(precision.gradients, held_numel), True
+            )
         super().allocate(BufferRange(self.held, True), sums, precision)
         self.full_weights = self.placed = weights.full
         if gradients is not None and sums is not None:
@@ -53,7 +61,8 @@ class HybridShard(FlatShard):
             self.own_gradients, self.sums = own, sums.full
 
     def place_weights(self) -> None:
-        """Place this rank's part of its group's weights, or averages, in `placed`, after a gather across replicas."""
+        """Place this rank's part of its group's weights, or averages, in `placed`, after a gather
+        across replicas."""
         placed = super()._own(self.placed)
         if self.shows_average:
             self._own(placed).copy_(self.weights.read() if self.average is None else self.average)
@@ -68,7 +77,10 @@ class HybridShard(FlatShard):
     def start_gather(self) -> None:
         """Start gathering the other replicas' weights."""
         self.finish_gather()
-        self.is_stale, self._gathering = False, self.replicate.all_gather(self.held, "replica gather")
+        self.is_stale, self._gathering = (
+            False,
+            self.replicate.all_gather(self.held, "replica gather"),
+        )
 
     def finish_gather(self) -> None:
         """Wait for a pending `start_gather`."""
@@ -77,7 +89,8 @@ class HybridShard(FlatShard):
             self._gathering = None
 
     def _own(self, full: Tensor) -> Tensor:
-        """Return this rank's shard in its part of the group's range, which `FlatShard._own` returns."""
+        """Return this rank's shard in its part of the group's range, which `FlatShard._own`
+        returns."""
         return full.view(self.replicate.world_size, -1)[self.replicate.rank]
 
 
@@ -91,21 +104,27 @@ class HybridStage(Stage):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.reductions = 0  # in the group, until the step's last
-        self.reduced: deque[HybridStage] = deque()  # stages of this rank whose last reduction is under way
+        self.reduced: deque[HybridStage] = (
+            deque()
+        )  # stages of this rank whose last reduction is under way
         self._reduction: Handle | None = None  # across replicas
-        groups = [part.group for part in self.parts]  # a tied head without a norm's weight has no parts
+        groups = [
+            part.group for part in self.parts
+        ]  # a tied head without a norm's weight has no parts
         on_gpu = any(group.device.type == "cuda" and group.world_size > 1 for group in groups)
         self._stream = torch.cuda.Stream() if on_gpu else None
 
     def gather(self) -> None:
-        """See `Stage`. On a GPU, another stream waits for the replicas, so that computing goes on."""
+        """See `Stage`. On a GPU, another stream waits for the replicas, so that computing goes
+        on."""
         if self.weights.holder != self.index:
             self.weights.wait()
             with self._aside():
                 super().gather()
 
     def reduce(self, again: bool) -> None:
-        """See `Stage`. Stages that were reduced before, during a stage's backward pass, go on across replicas."""
+        """See `Stage`. Stages that were reduced before, during a stage's backward pass, go on
+        across replicas."""
         self._go_on()
         super().reduce(again)
         self.reductions -= 1
@@ -146,7 +165,9 @@ class HybridStage(Stage):
     def _reduce_across(self) -> None:
         assert self.gradients is not None and self.trainable is not None
         self.gradients.wait()
-        self._reduction = self.trainable.replicate.reduce_scatter(self.trainable.sums, "replica reduce")
+        self._reduction = self.trainable.replicate.reduce_scatter(
+            self.trainable.sums, "replica reduce"
+        )
 
     def _aside(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -156,7 +177,8 @@ class HybridStage(Stage):
 
 
 def begin_reductions(stages: Sequence[Stage], steps: Sequence[Step]) -> None:
-    """Count the reductions of each stage in a step, so that its last one goes on across replicas at once."""
+    """Count the reductions of each stage in a step, so that its last one goes on across replicas at
+    once."""
     counts = Counter(index for step in steps for index, _ in step.reduce)
     reduced = deque[HybridStage]()
     for stage in stages:

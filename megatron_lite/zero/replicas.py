@@ -1,9 +1,10 @@
 """Replicated parameters: those that several ranks of a tensor-parallel group hold in their shards.
 
-Copies must stay equal, so they get the same gradient. Where each rank computes a part of the gradient (a norm of some
-of the tokens, a key head that serves queries on two ranks), one collective per stage sums the parts on the shards, in
-rank order. On GPUs, other replicated gradients are taken from their first holder: NCCL may sum the gradients of
-different data-parallel groups in different orders. A global norm counts each element once, on its first holder.
+Copies must stay equal, so they get the same gradient. Where each rank computes a part of the
+gradient (a norm of some of the tokens, a key head that serves queries on two ranks), one collective
+per stage sums the parts on the shards, in rank order. On GPUs, other replicated gradients are taken
+from their first holder: NCCL may sum the gradients of different data-parallel groups in different
+orders. A global norm counts each element once, on its first holder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from megatron_lite.zero.layout import FlatLayout
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a shard, and whether they count on this rank; padding belongs to the tile before it."""
+    """Consecutive elements of a shard, and whether they count on this rank; padding belongs to the
+    tile before it."""
 
     start: int
     end: int
@@ -37,12 +39,14 @@ class Replicas:
         self._tensor = tensor
         held = list(layout.tiles(rank))
         tiles = [tile for _, tile in held]
-        self.segments = _segments([(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel)
+        self.segments = _segments(
+            [(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel
+        )
         self.counted = [(start, end) for start, end, counts in self.segments if counts]
         self.copied = [tile for tile in tiles if len(tile.holders) > 1]
         may_differ = tensor.device.type == "cuda"
-        # Each tile with the ranks whose values are summed. Copies have the same offsets in all shards, so all ranks
-        # contribute the same number of elements.
+        # Each tile with the ranks whose values are summed. Copies have the same offsets in all
+        # shards, so all ranks contribute the same number of elements.
         self._summed = [
             (tile, tile.holders if spec.split.sums_gradients else tile.holders[:1])
             for spec, tile in held
@@ -56,11 +60,15 @@ class Replicas:
         return self._tensor.world_size * self._numel
 
     def sum_gradients(self, shard: Tensor) -> None:
-        """Sum partial gradients in a shard over the holders of each tile; make other copies equal."""
+        """Sum partial gradients in a shard over the holders of each tile; make other copies
+        equal."""
         if not self._numel:
             return
         gathered = shard.new_empty(self._tensor.world_size, self._numel)
-        torch.cat([shard[tile.offset : tile.end] for tile, _ in self._summed], out=gathered[self._tensor.rank])
+        torch.cat(
+            [shard[tile.offset : tile.end] for tile, _ in self._summed],
+            out=gathered[self._tensor.rank],
+        )
         self._tensor.all_gather(gathered.view(-1), SUM).wait()
         parts = gathered.split([tile.numel for tile, _ in self._summed], dim=1)
         for (tile, ranks), values in zip(self._summed, parts, strict=True):
@@ -81,7 +89,8 @@ def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor
 
 
 def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
-    """Assemble a parameter from the flat parts, padding included, of all ranks of a tensor-parallel group.
+    """Assemble a parameter from the flat parts, padding included, of all ranks of a tensor-parallel
+    group.
 
     Returns a view of the first part if that part is the whole parameter.
     """
@@ -94,8 +103,15 @@ def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
-    """Merge neighbouring tiles that both count or both do not, given their starts, into segments."""
+    """Merge neighbouring tiles that both count or both do not, given their starts, into
+    segments."""
     firsts = [(0, True)] if not starts else [(0, starts[0][1])]
-    firsts += [(start, counts) for (_, before), (start, counts) in itertools.pairwise(starts) if counts != before]
+    firsts += [
+        (start, counts)
+        for (_, before), (start, counts) in itertools.pairwise(starts)
+        if counts != before
+    ]
     ends = [start for start, _ in firsts[1:]] + [end]
-    return [Segment(start, last, counts) for (start, counts), last in zip(firsts, ends, strict=True)]
+    return [
+        Segment(start, last, counts) for (start, counts), last in zip(firsts, ends, strict=True)
+    ]

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lite.zero.pipeline import Durations, Kind, Pass, Passes, Pipeline, Ties, training_passes
+from megatron_lite.zero.pipeline import (
+    Durations,
+    Kind,
+    Pass,
+    Passes,
+    Pipeline,
+    Ties,
+    training_passes,
+)
 from megatron_lite.zero.simulation import Message, Timeline, Transfers, simulate, transfers
 
 Stages = tuple[int, ...]  # their numbers in the model
@@ -30,8 +38,9 @@ class StagePlan:
 class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
-    In order: start `receive` and `gather`, wait for the weights in `needs`, take over the buffers in `accumulate`, wait
-    for the input from another pipeline rank, compute, send the result to another one, start `reduce`.
+    In order: start `receive` and `gather`, wait for the weights in `needs`, take over the buffers
+    in `accumulate`, wait for the input from another pipeline rank, compute, send the result to
+    another one, start `reduce`.
     """
 
     kind: Kind
@@ -40,13 +49,17 @@ class Step:
     needs: Stages  # stages whose full weights the pass uses
     gather: Stages  # stages whose gather starts before the pass, for the pass or as a prefetch
     accumulate: Stages  # stages whose gradient buffers the pass writes
-    reduce: tuple[tuple[int, bool], ...]  # (stage, add to its shard?) whose reduction starts after the pass
+    reduce: tuple[
+        tuple[int, bool], ...
+    ]  # (stage, add to its shard?) whose reduction starts after the pass
     receive: tuple[Message, ...] = ()  # transfers that start before the pass
     take: Message | None = None  # the input's
     send: Message | None = None  # the result's
 
 
-def schedule(plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Transfers | None = None) -> list[Step]:
+def schedule(
+    plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Transfers | None = None
+) -> list[Step]:
     """Return the steps of a rank with these stages. transfers: with other pipeline ranks."""
     stages = {plan.stage: plan for plan in plans}
     training = any(kind != "forward" for kind, _, _ in passes)
@@ -58,20 +71,30 @@ def schedule(plans: Sequence[StagePlan], passes: Sequence[Pass], transfers: Tran
         needs_weights = kind == "forward" or (plan.backward_needs_weights and kind != "weights")
         writes_gradients = kind != "forward" or (training and plan.gradients_in_forward)
         needs.append(uses if needs_weights else ())
-        writes.append(tuple(used for used in uses if writes_gradients and stages[used].grad_buffer is not None))
+        writes.append(
+            tuple(
+                used for used in uses if writes_gradients and stages[used].grad_buffer is not None
+            )
+        )
     gathers = _place_gathers(stages, needs)
     reduces = _place_reduces(stages, writes)
-    steps = [Step(*each, needs[i], gathers[i], writes[i], reduces[i]) for i, each in enumerate(passes)]
+    steps = [
+        Step(*each, needs[i], gathers[i], writes[i], reduces[i]) for i, each in enumerate(passes)
+    ]
     if transfers is None:
         return steps
-    return [replace(step, receive=i, take=t, send=o) for step, i, t, o in zip(steps, *transfers, strict=True)]
+    return [
+        replace(step, receive=i, take=t, send=o)
+        for step, i, t, o in zip(steps, *transfers, strict=True)
+    ]
 
 
 def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[Stages]) -> list[Stages]:
-    """Start each gather as soon as its buffer is free: right after the last step that uses the buffer's contents.
+    """Start each gather as soon as its buffer is free: right after the last step that uses the
+    buffer's contents.
 
-    With two buffers, a gather starts one stage ahead of its use; with one buffer, just before; with a buffer per stage,
-    before the first step.
+    With two buffers, a gather starts one stage ahead of its use; with one buffer, just before; with
+    a buffer per stage, before the first step.
     """
     free_from: dict[int, int] = {}  # buffer -> first step that no longer uses its contents
     holder: dict[int, int] = {}
@@ -86,8 +109,11 @@ def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[Stages]) -> 
     return [tuple(started) for started in gathers]
 
 
-def _place_reduces(stages: Mapping[int, StagePlan], writes: Sequence[Stages]) -> list[tuple[tuple[int, bool], ...]]:
-    """Start each reduction after the stage's last write before another stage takes its buffer or the iteration ends."""
+def _place_reduces(
+    stages: Mapping[int, StagePlan], writes: Sequence[Stages]
+) -> list[tuple[tuple[int, bool], ...]]:
+    """Start each reduction after the stage's last write before another stage takes its buffer or
+    the iteration ends."""
     reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]
     last_write: dict[int, tuple[int, int]] = {}  # buffer -> (stage, step)
     reduced: set[int] = set()
@@ -120,18 +146,27 @@ class Order:
     durations: Sequence[Durations]
 
     def training(self, micro_batches: int, breadth_first: int) -> Passes:
-        """Return the passes of every pipeline rank. breadth_first: micro-batches of a group of this schedule."""
+        """Return the passes of every pipeline rank. breadth_first: micro-batches of a group of this
+        schedule."""
         size = breadth_first if self.schedule == "breadth_first" else micro_batches
         assert micro_batches % size == 0, f"{micro_batches} micro-batches, not in {size}s"
         groups = [range(first, first + size) for first in range(0, micro_batches, size)]
-        return training_passes(self.pipeline, self.schedule, groups, self.durations, self.first_trained, self.ties)
+        return training_passes(
+            self.pipeline, self.schedule, groups, self.durations, self.first_trained, self.ties
+        )
 
     def timeline(self, passes: Sequence[Sequence[Pass]]) -> Timeline:
         """Simulate the passes of every pipeline rank."""
         return simulate(passes, self.pipeline, self.durations, self.first_trained, ties=self.ties)
 
-    def steps(self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]) -> list[Step]:
+    def steps(
+        self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]
+    ) -> list[Step]:
         """Return the steps of a pipeline rank with these stages. passes: of every rank."""
         if self.pipeline.ranks == 1:
             return schedule(plans, passes[rank])
-        return schedule(plans, passes[rank], transfers(passes, self.pipeline, self.timeline(passes), rank, self.ties))
+        return schedule(
+            plans,
+            passes[rank],
+            transfers(passes, self.pipeline, self.timeline(passes), rank, self.ties),
+        )

@@ -1,4 +1,5 @@
-"""A pipeline's step on paper: when each pass of each rank runs, and which results travel between ranks."""
+"""A pipeline's step on paper: when each pass of each rank runs, and which results travel between
+ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ LOANS = ("lend", "return")
 
 
 class Message(NamedTuple):
-    """A pass's result for another rank: hidden states or their gradient, (b, s, h), of one micro-batch.
+    """A pass's result for another rank: hidden states or their gradient, (b, s, h), of one
+    micro-batch.
 
-    kind, stage: of the pass that needs it. peer: the pipeline rank at the other end. Or a loan between ranks: "lend" a
-    stage's weights (on both ranks), and "return" what the borrower adds to its gradients (see `loans.py`).
+    kind, stage: of the pass that needs it. peer: the pipeline rank at the other end. Or a loan
+    between ranks: "lend" a stage's weights (on both ranks), and "return" what the borrower adds to
+    its gradients (see `loans.py`).
     """
 
     kind: Kind | Literal["lend", "return"]
@@ -47,11 +50,12 @@ def simulate(
 ) -> Timeline:
     """Run the passes of all ranks on paper.
 
-    durations: by stage. message: the duration of a transfer. ties: of which those between ranks delay backward passes.
+    durations: by stage. message: the duration of a transfer. ties: of which those between ranks
+    delay backward passes.
 
     Raises:
-        AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong rank, or the
-            micro-batches of a stage out of order.
+        AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong
+            rank, or the micro-batches of a stage out of order.
     """
     count, rank_of = len(pipeline.rank_of), pipeline.rank_of
     ends: dict[Pass, float] = {}
@@ -66,13 +70,19 @@ def simulate(
             while len(spans[rank]) < len(passes):
                 each = passes[len(spans[rank])]
                 start = spans[rank][-1][1] if spans[rank] else 0.0
-                for needed in (*needed_by(each, count), *(late.get(each.stage, ()) if each.kind != "forward" else ())):
+                for needed in (
+                    *needed_by(each, count),
+                    *(late.get(each.stage, ()) if each.kind != "forward" else ()),
+                ):
                     away = message if rank_of[needed.stage] != rank else 0.0
                     start = max(start, ends.get(needed, math.inf) + away)
                 if start == math.inf:
                     break
                 for kind in _parts(each.kind):
-                    if each.micro_batch != last.get((kind, each.stage), -1) + 1 or rank_of[each.stage] != rank:
+                    if (
+                        each.micro_batch != last.get((kind, each.stage), -1) + 1
+                        or rank_of[each.stage] != rank
+                    ):
                         raise AssertionError(f"pipeline rank {rank}: {each} is not its next pass")
                     last[kind, each.stage] = each.micro_batch
                     ends[each._replace(kind=kind)] = start + durations[each.stage].of(each.kind)
@@ -101,7 +111,9 @@ def _check_complete(
     trains = any(each.kind != "forward" for passes in ranks for each in passes)
     expected = {("forward", stage) for stage in range(count)}
     if trains:
-        expected |= {(kind, stage) for kind in ("input", "weights") for stage in range(first_trained, count)}
+        expected |= {
+            (kind, stage) for kind in ("input", "weights") for stage in range(first_trained, count)
+        }
     if set(last) != expected or len(set(last.values())) > 1:
         raise AssertionError("a pass of a micro-batch is missing")
 
@@ -109,8 +121,8 @@ def _check_complete(
 class Transfers(NamedTuple):
     """The messages of one rank's passes, by the pass's place in the list.
 
-    receive: transfers to start before a pass, in the order in which their senders send. take: what a pass waits for.
-    send: what leaves after it.
+    receive: transfers to start before a pass, in the order in which their senders send. take: what
+    a pass waits for. send: what leaves after it.
     """
 
     receive: list[tuple[Message, ...]]
@@ -121,10 +133,11 @@ class Transfers(NamedTuple):
 def transfers(
     ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties
 ) -> Transfers:
-    """Return when a rank sends and receives. A receive starts before the pass that runs while its result is sent.
+    """Return when a rank sends and receives. A receive starts before the pass that runs while its
+    result is sent.
 
-    By then its rank has needed nothing that is sent later, so no send waits for a receive that waits for the send: the
-    order of the simulation holds for any real durations.
+    By then its rank has needed nothing that is sent later, so no send waits for a receive that
+    waits for the send: the order of the simulation holds for any real durations.
     """
     chains = itertools.chain.from_iterable
     ends = {each: end for each, (_, end) in zip(chains(ranks), chains(timeline.spans), strict=True)}
@@ -134,9 +147,13 @@ def transfers(
         owner, other = pipeline.rank_of[lender], pipeline.rank_of[borrower]
         if rank in (owner, other):
             receive[0].append((-1.0, Message("lend", lender, 0, owner + other - rank)))
-        if rank == owner and any(each.stage == lender and each.kind != "forward" for each in passes):
+        if rank == owner and any(
+            each.stage == lender and each.kind != "forward" for each in passes
+        ):
             sent = max(ends[each] for each in ranks[other] if each.stage == borrower)
-            receive[bisect.bisect_right(own_ends, sent)].append((sent, Message("return", lender, 0, other)))
+            receive[bisect.bisect_right(own_ends, sent)].append(
+                (sent, Message("return", lender, 0, other))
+            )
     take: list[Message | None] = []
     send: list[Message | None] = []
     for each in passes:
@@ -151,7 +168,9 @@ def transfers(
         take.append(found)
         wanted = forward or any(it in ends for it in _senders(each, after))
         leaves = _is_away(pipeline, after, rank) and each.kind != "weights" and wanted
-        send.append(Message(own.kind, after, each.micro_batch, pipeline.rank_of[after]) if leaves else None)
+        send.append(
+            Message(own.kind, after, each.micro_batch, pipeline.rank_of[after]) if leaves else None
+        )
     return Transfers([tuple(found for _, found in sorted(each)) for each in receive], take, send)
 
 
@@ -160,6 +179,11 @@ def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:
 
 
 def _senders(each: Pass, stage: int) -> tuple[Pass, ...]:
-    """Return the passes of a neighbouring stage that may produce (or use) what `each` takes (or makes)."""
+    """Return the passes of a neighbouring stage that may produce (or use) what `each` takes (or
+    makes)."""
     moved = each._replace(stage=stage)
-    return (moved,) if each.kind == "forward" else (moved._replace(kind="backward"), moved._replace(kind="input"))
+    return (
+        (moved,)
+        if each.kind == "forward"
+        else (moved._replace(kind="backward"), moved._replace(kind="input"))
+    )

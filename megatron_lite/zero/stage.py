@@ -1,7 +1,8 @@
 """A stage: consecutive layers whose parameters are gathered, used, reduced and updated together.
 
-A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state). While it computes, it borrows
-a buffer for its full weights and one for its full gradients. ZeRO 1, 2 and 3 differ only in the number of buffers.
+A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state). While it
+computes, it borrows a buffer for its full weights and one for its full gradients. ZeRO 1, 2 and 3
+differ only in the number of buffers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Buffer:
 
     def start(self, collective: Handle) -> None:
         """Hand the memory to a collective; nobody may touch it before `wait`."""
-        assert self._pending is None, f"buffer of stage {self.holder} already has a pending collective"
+        assert self._pending is None, (
+            f"buffer of stage {self.holder} already has a pending collective"
+        )
         self._pending = collective
 
     def wait(self) -> None:
@@ -57,7 +60,9 @@ class Buffer:
 class ShardUpdate:
     """A pending reduction whose result overwrites the gradient shard or is added to it."""
 
-    def __init__(self, reduction: Handle, own_slice: Tensor, shard: Tensor, accumulate: bool) -> None:
+    def __init__(
+        self, reduction: Handle, own_slice: Tensor, shard: Tensor, accumulate: bool
+    ) -> None:
         self._reduction = reduction
         self._own_slice = own_slice
         self._shard = shard
@@ -67,7 +72,9 @@ class ShardUpdate:
         self._reduction.wait()
         if self._accumulate:
             self._shard.add_(self._own_slice)
-        elif self._shard.data_ptr() != self._own_slice.data_ptr():  # else the shard is a view of the buffer
+        elif (
+            self._shard.data_ptr() != self._own_slice.data_ptr()
+        ):  # else the shard is a view of the buffer
             self._shard.copy_(self._own_slice)
 
 
@@ -77,23 +84,42 @@ class Stage:
     shard_type = FlatShard
     observer: Observer | None = None
     update_buffer: Buffer | None = None  # for an optimizer of whole matrices
-    # `MultiStage` clears these if neither this stage nor (for the input) an earlier one has trainable parameters.
+    # `MultiStage` clears these if neither this stage nor (for the input) an earlier one has
+    # trainable parameters.
     runs_backward = True
     wants_input_gradient = True
 
-    def __init__(self, index: int, layers: Sequence[Layer], groups: Any, training: bool, state: OptimizerState) -> None:
-        """index: the stage's number in the model, which may differ from its index in a list. Else see `MultiStage`."""
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[Layer],
+        groups: Any,
+        training: bool,
+        state: OptimizerState,
+    ) -> None:
+        """index: the stage's number in the model, which may differ from its index in a list. Else
+        see `MultiStage`."""
         self.index, self.layers = index, layers
         self.world: Group = groups.layers
-        specs = [cast(Parameter, declared).spec for layer in layers for declared in layer.parameters()]
+        specs = [
+            cast(Parameter, declared).spec for layer in layers for declared in layer.parameters()
+        ]
         trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
-        kinds = [(some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some]
-        self.parts = tuple(self.shard_type(some, is_frozen, training, groups, state) for some, is_frozen in kinds)
+        kinds = [
+            (some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some
+        ]
+        self.parts = tuple(
+            self.shard_type(some, is_frozen, training, groups, state) for some, is_frozen in kinds
+        )
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
-        self._tape: dict[int, tuple[Tensor | None, Tensor]] = {}  # micro-batch -> (input, output) of the forward pass
-        self._later: dict[int, list[Callable[[], None]]] = {}  # micro-batch -> products of `backward_weights`
+        self._tape: dict[
+            int, tuple[Tensor | None, Tensor]
+        ] = {}  # micro-batch -> (input, output) of the forward pass
+        self._later: dict[
+            int, list[Callable[[], None]]
+        ] = {}  # micro-batch -> products of `backward_weights`
 
     @property
     def numel(self) -> int:
@@ -107,13 +133,15 @@ class Stage:
 
     @property
     def update_numel(self) -> int:
-        """Elements that the optimizer gathers: all shards of a stage with matrices that it updates as a whole."""
+        """Elements that the optimizer gathers: all shards of a stage with matrices that it updates
+        as a whole."""
         part = self.trainable
         gathers = part and part.whole_matrices and part.layout.first_matrix < part.layout.numel
         return self.world.world_size * part.layout.shard_numel if part and gathers else 0
 
     def allocate(self, weights: Buffer, gradients: Buffer | None, precision: Precision) -> None:
-        """Allocate the shards (views of a buffer that no other stage uses) and place the parameters in the buffers."""
+        """Allocate the shards (views of a buffer that no other stage uses) and place the parameters
+        in the buffers."""
         self.weights, self.gradients = weights, gradients
         for part, full_weights in zip(self.parts, self._ranges(weights), strict=True):
             sums = None
@@ -122,11 +150,14 @@ class Stage:
             part.allocate(BufferRange(full_weights, weights.is_owned), sums, precision)
         self._placed = self._materialize()
         trainable = self.trainable
-        self._gradient_gaps = [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
+        self._gradient_gaps = (
+            [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
+        )
         self.trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def compute_with(self, buffer: Buffer, averages: bool) -> None:
-        """Make parameters views of this buffer, which `gather` fills with weights or averages from now on.
+        """Make parameters views of this buffer, which `gather` fills with weights or averages from
+        now on.
 
         The buffer used before keeps its contents.
         """
@@ -142,10 +173,12 @@ class Stage:
         for part in self.parts:
             part.initialize(seed)
 
-    # -- the verbs --------------------------------------------------------------------------------------------------
+    # -- the verbs
+    # --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start gathering the full weights from the shards of all ranks, unless the buffer still holds them."""
+        """Start gathering the full weights from the shards of all ranks, unless the buffer still
+        holds them."""
         if self.weights.holder == self.index:
             return
         self.weights.wait()
@@ -191,7 +224,8 @@ class Stage:
                 add()
 
     def backward(self, grad: Tensor | None, slot: int) -> Tensor | None:
-        """Return the input's gradient from the output's; parameter gradients accumulate in the gradient buffer."""
+        """Return the input's gradient from the output's; parameter gradients accumulate in the
+        gradient buffer."""
         if self.backward_needs_weights:
             self.require_weights()
         if self.gradients is not None:
@@ -205,7 +239,8 @@ class Stage:
     def accumulate(self) -> None:
         """Take over the gradient buffer as soon as the reduction that still uses it has finished.
 
-        The buffer holds garbage: the first contribution to each parameter overwrites it; only the padding is zeroed.
+        The buffer holds garbage: the first contribution to each parameter overwrites it; only the
+        padding is zeroed.
         """
         assert self.gradients is not None
         if self.gradients.holder == self.index:
@@ -218,7 +253,8 @@ class Stage:
             torch._foreach_zero_(self._gradient_gaps)
 
     def reduce(self, again: bool) -> None:
-        """Start summing the full gradients of all ranks into the shards; `again`: add to the shards."""
+        """Start summing the full gradients of all ranks into the shards; `again`: add to the
+        shards."""
         self.require_gradients()
         assert self.gradients is not None and self.trainable is not None
         for parameter in self.trained:
@@ -227,27 +263,33 @@ class Stage:
         self.gradients.holder = None
         part = self.trainable
         if part.group.world_size == 1 and part.shares_gradients:
-            assert not again, f"stage {self.index} has the only copy of its gradients, and reduces it twice"
+            assert not again, (
+                f"stage {self.index} has the only copy of its gradients, and reduces it twice"
+            )
             return
         reduction = part.group.reduce_scatter(part.full_gradients)
         self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.sums, again))
 
     def finish_reduction(self) -> None:
-        """Wait for the pending reduction, and complete the gradients of parameters with several copies."""
+        """Wait for the pending reduction, and complete the gradients of parameters with several
+        copies."""
         if self.gradients is not None and (part := self.trainable) is not None:
             self.gradients.wait()
             if part.replicas is not None:
                 part.replicas.sum_gradients(part.grad_shard)
 
     def begin_update(self) -> None:
-        """Wait for the gather that reads this rank's shard, which may be a view of the stage's own buffer.
+        """Wait for the gather that reads this rank's shard, which may be a view of the stage's own
+        buffer.
 
-        A shared buffer that already receives another stage's weights for the next step needs no wait.
+        A shared buffer that already receives another stage's weights for the next step needs no
+        wait.
         """
         if self.weights.holder in (None, self.index):
             self.weights.wait()
 
-    # -- gather and reduce for an optimizer that needs whole matrices -----------------------------------------------
+    # -- gather and reduce for an optimizer that needs whole matrices
+    # -----------------------------------------------
 
     @property
     def full_update(self) -> Tensor:
@@ -261,28 +303,39 @@ class Stage:
     def gather_update(self) -> None:
         """Start gathering `full_update`, in which this rank has written the slice of its shard."""
         if self.world.world_size > 1:
-            cast(Buffer, self.update_buffer).start(self.world.all_gather(self.full_update, "muon gather"))
+            cast(Buffer, self.update_buffer).start(
+                self.world.all_gather(self.full_update, "muon gather")
+            )
 
     def reduce_update(self) -> None:
-        """Start summing `full_update` into the slice of each rank; each element is nonzero on one rank only."""
+        """Start summing `full_update` into the slice of each rank; each element is nonzero on one
+        rank only."""
         if self.world.world_size > 1:
-            cast(Buffer, self.update_buffer).start(self.world.reduce_scatter(self.full_update, "muon reduce"))
+            cast(Buffer, self.update_buffer).start(
+                self.world.reduce_scatter(self.full_update, "muon reduce")
+            )
 
-    # -- guards: autograd cannot see a wrong buffer behind a parameter ----------------------------------------------
+    # -- guards: autograd cannot see a wrong buffer behind a parameter
+    # ----------------------------------------------
 
     def require_weights(self) -> None:
         """Assert that the buffer is this stage's, and wait for its weights."""
         holder = self.weights.holder
-        assert holder == self.index, f"stage {self.index} would compute with the weights of stage {holder}"
+        assert holder == self.index, (
+            f"stage {self.index} would compute with the weights of stage {holder}"
+        )
         self.weights.wait()
 
     def require_gradients(self) -> None:
         """Assert that the gradient buffer is this stage's."""
         assert self.gradients is not None, f"stage {self.index} has no gradients"
         holder = self.gradients.holder
-        assert holder == self.index, f"stage {self.index} would add its gradients to those of stage {holder}"
+        assert holder == self.index, (
+            f"stage {self.index} would add its gradients to those of stage {holder}"
+        )
 
-    # -- parameters -------------------------------------------------------------------------------------------------
+    # -- parameters
+    # -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield (global name, full parameter); values are valid while the weights are gathered."""
@@ -294,11 +347,19 @@ class Stage:
             yield slot.spec
 
     def _run(self, hidden: Tensor | None, micro_batch: Any, slot: int | None) -> Tensor:
-        """Run the layers. slot: index of the micro-batch in the step, for the observer; None: do not observe."""
+        """Run the layers. slot: index of the micro-batch in the step, for the observer; None: do
+        not observe."""
         self.require_weights()
         for layer in self.layers:
-            if self.observer is not None and slot is not None and hidden is not None and hidden.requires_grad:
-                hidden.register_hook(functools.partial(self.observer.layer_gradient, layer.name, micro_batch=slot))
+            if (
+                self.observer is not None
+                and slot is not None
+                and hidden is not None
+                and hidden.requires_grad
+            ):
+                hidden.register_hook(
+                    functools.partial(self.observer.layer_gradient, layer.name, micro_batch=slot)
+                )
             if layer.recomputed:
                 assert hidden is not None, "the first layer of a model is not recomputed"
                 hidden = recompute(layer, hidden, micro_batch)
@@ -328,7 +389,8 @@ class Stage:
                 part, slot = places[cast(Parameter, declared).spec.name]
                 bounds = slice(slot.offset, slot.end)
                 parameter = Parameter(
-                    part.full_weights[bounds].view(slot.spec.local_shape), requires_grad=part.has_state
+                    part.full_weights[bounds].view(slot.spec.local_shape),
+                    requires_grad=part.has_state,
                 )
                 parameter.spec, parameter.casts = slot.spec, self.weights.casts
                 if part.has_state:

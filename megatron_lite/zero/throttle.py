@@ -1,7 +1,8 @@
 """A limit on how far the host runs ahead of the GPU.
 
-Queued operations hold their memory: if the host is many stages ahead, the allocator holds several stages' temporaries
-at once and flushes its cache when they no longer fit (Lamy-Poirier 2022, appendix D.2).
+Queued operations hold their memory: if the host is many stages ahead, the allocator holds several
+stages' temporaries at once and flushes its cache when they no longer fit (Lamy-Poirier 2022,
+appendix D.2).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megatron_lite.distributed.step_watch import Event
 
 
 class Throttle:
-    """Records an event every `rate` steps, then waits for the event recorded `delay` events ago. Reads no value.
+    """Records an event every `rate` steps, then waits for the event recorded `delay` events ago.
+    Reads no value.
 
     wait_for: waits for an event, with a time-out: a rank that hangs stops the others here first.
     """

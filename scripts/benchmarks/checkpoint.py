@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node=2 -m scripts.benchmarks.checkpoint --folder=/data/scratch --output=checkpoint.json
 
-Every rank holds its ZeRO-3 shards of a model: weights and both moments of AdamW, 1 GiB over all ranks by default. Each
-turn measures everything once, in rotating order: writes and syncs every rank's bytes to a plain file, saves with this
-program and with DCP, both also asynchronously, and reads everything back after dropping the files from the page cache.
-Ratios are taken within a turn. `blocked` is the time in which a training loop could not continue: starting the save,
-waiting for the copy before an update --step_s later, publishing. `memory` is the increase in peak resident memory, on
-the largest rank. Prints a Markdown table.
+Every rank holds its ZeRO-3 shards of a model: weights and both moments of AdamW, 1 GiB over all
+ranks by default. Each turn measures everything once, in rotating order: writes and syncs every
+rank's bytes to a plain file, saves with this program and with DCP, both also asynchronously, and
+reads everything back after dropping the files from the page cache. Ratios are taken within a turn.
+`blocked` is the time in which a training loop could not continue: starting the save, waiting for
+the copy before an update --step_s later, publishing. `memory` is the increase in peak resident
+memory, on the largest rank. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from megatron_lite.checkpoint import reading
 from megatron_lite.checkpoint.files import chunks
 from megatron_lite.checkpoint.resume import find
-from megatron_lite.checkpoint.writing import BackgroundSaves, Save, shards_bytes, tensors_of, write_now
+from megatron_lite.checkpoint.writing import (
+    BackgroundSaves,
+    Save,
+    shards_bytes,
+    tensors_of,
+    write_now,
+)
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.process_group import Distributed
@@ -59,34 +66,50 @@ GOALS = (
 class Bench:
     """The model of one rank and all timed operations."""
 
-    def __init__(self, config: Config, distributed: Distributed, folder: Path, step_s: float) -> None:
+    def __init__(
+        self, config: Config, distributed: Distributed, folder: Path, step_s: float
+    ) -> None:
         self.config = config
         self.distributed = distributed
         self.folder = folder
         self.step_s = step_s
         self.model, optimizer, _ = built(config, distributed)
         window = LogWindow(distributed.device)
-        self.state = {"optimizer": optimizer.state(), "window": window.state(), "evaluation_due": False}
+        self.state = {
+            "optimizer": optimizer.state(),
+            "window": window.state(),
+            "evaluation_due": False,
+        }
         self.tensors = tensors_of(self.model.parts())
-        # One tensor per shard and rank: cheaper for DCP to plan than DTensors, which it cannot copy without a GPU
-        # (torch 2.13).
-        self.dcp_state = {f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors}
-        self.dcp_group = dist.new_group(backend="gloo")  # for DCP's thread, while the main thread continues
-        # Reuses its host copy between saves, as ours does; memory that it allocates itself would be pinned.
+        # One tensor per shard and rank: cheaper for DCP to plan than DTensors, which it cannot copy
+        # without a GPU (torch 2.13).
+        self.dcp_state = {
+            f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors
+        }
+        self.dcp_group = dist.new_group(
+            backend="gloo"
+        )  # for DCP's thread, while the main thread continues
+        # Reuses its host copy between saves, as ours does; memory that it allocates itself would be
+        # pinned.
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
         self.background = BackgroundSaves(self.model, distributed, retries=0)
-        # A row may return the seconds for which a training loop is blocked; otherwise it is blocked all the time.
+        # A row may return the seconds for which a training loop is blocked; otherwise it is blocked
+        # all the time.
         self.rows: dict[str, Callable[[], object]] = {
             "copy": self.copy,
             "save": lambda: write_now(self._save("ours")),
-            "DCP save": lambda: dcp.save(self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group),
+            "DCP save": lambda: dcp.save(
+                self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group
+            ),
             "save in the background": self.save_in_background,
             "DCP save in the background": self.dcp_save_in_background,
             "read": self.read,
             "load": self.load,
             # Verifies nothing.
-            "DCP load": lambda: dcp.load(self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group),
+            "DCP load": lambda: dcp.load(
+                self.dcp_state, checkpoint_id=folder / "dcp", process_group=self.dcp_group
+            ),
         }
 
     def copy(self) -> None:
@@ -137,7 +160,10 @@ class Bench:
     def load(self) -> None:
         """Find, verify and load the checkpoint."""
         root = self.folder / "ours"
-        assert reading.load_first_good(find(root), root, self.model, self.distributed, print) is not None
+        assert (
+            reading.load_first_good(find(root), root, self.model, self.distributed, print)
+            is not None
+        )
 
     def clear(self) -> None:
         """Delete the files of this turn and sync the disk."""
@@ -170,7 +196,9 @@ class Bench:
         self.distributed.barrier()
         seconds, memory = time.perf_counter() - begun_s, processor.memory_bytes("VmHWM") - before
         if "background" in name:
-            memory += sum(tensor.num_bytes for tensor in self.tensors)  # the host copy, reused between turns
+            memory += sum(
+                tensor.num_bytes for tensor in self.tensors
+            )  # the host copy, reused between turns
         figures = {"seconds": seconds, "blocked_s": blocked_s, "memory_bytes": memory}
         ranks = self.distributed.gather_objects(figures)
         return {figure: max(rank[figure] for rank in ranks) for figure in figures}
@@ -187,10 +215,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="new folder on the disk to measure; deleted at the end"
+        "--folder",
+        type=Path,
+        required=True,
+        help="new folder on the disk to measure; deleted at the end",
     )
     parser.add_argument("--mib", type=int, default=1024, help="size of a checkpoint over all ranks")
-    parser.add_argument("--step_s", type=float, default=0.5, help="seconds between a save's begin and the next update")
+    parser.add_argument(
+        "--step_s",
+        type=float,
+        default=0.5,
+        help="seconds between a save's begin and the next update",
+    )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
@@ -202,12 +238,15 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     distributed = startup.initialize(DistributedConfig(device="cpu"))
-    bench = Bench(config_of(options.mib, distributed.world_size), distributed, options.folder, options.step_s)
+    bench = Bench(
+        config_of(options.mib, distributed.world_size), distributed, options.folder, options.step_s
+    )
     if distributed.rank == 0:
         options.folder.mkdir(parents=True)
     distributed.barrier()
     turns = [
-        Turns(names, bench.measure, options.turns, warm_up=1, prints=distributed.rank == 0) for names in (SAVES, LOADS)
+        Turns(names, bench.measure, options.turns, warm_up=1, prints=distributed.rank == 0)
+        for names in (SAVES, LOADS)
     ]
     try:
         for _ in zip(*(one.run() for one in turns), strict=True):  # each round: saves, then loads
@@ -220,7 +259,11 @@ def main(argv: Sequence[str]) -> int:
         ranks = distributed.world_size
         num_bytes = shards_bytes(bench.model, ranks)
         command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
-        more: Any = {"about": f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; ", "bytes": num_bytes, "ranks": ranks}
+        more: Any = {
+            "about": f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; ",
+            "bytes": num_bytes,
+            "ranks": ranks,
+        }
         publish(command, argv, options, rows, table(rows, COLUMNS), goals=GOALS, **more)
     distributed.barrier()
     distributed.close()
@@ -247,9 +290,13 @@ def config_of(mib: int, world_size: int) -> Config:
 
 
 def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
-    """Return the figures of some rows, with ratios to the first (plain copy or read), and of ours to DCP's."""
+    """Return the figures of some rows, with ratios to the first (plain copy or read), and of ours
+    to DCP's."""
     reference, *_ = names = list(turns.records)
-    peers = {name: [one for one in (reference, f"DCP {name}") if one in names and one != name] for name in names}
+    peers = {
+        name: [one for one in (reference, f"DCP {name}") if one in names and one != name]
+        for name in names
+    }
     rows = turns.rows("seconds", "blocked_s", others=peers.__getitem__)
     for name, record in turns.records.items():
         rows[name]["blocked_ratio"] = turns.ratio(name, reference, "blocked_s", "seconds")
@@ -260,7 +307,9 @@ def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
 def _in_background(title: str, figure: str, otherwise: str) -> Column:
     """Return the column of a figure that only asynchronous saves have."""
     column = spread(title, figure, 2)
-    return Column(title, lambda rows, name: column.cell(rows, name) if "background" in name else otherwise)
+    return Column(
+        title, lambda rows, name: column.cell(rows, name) if "background" in name else otherwise
+    )
 
 
 COLUMNS = (

@@ -1,13 +1,16 @@
-"""Time opening a large data set and loading samples: ours, megatron-core's GPTDataset, and a memory map of the tokens.
+"""Time opening a large data set and loading samples: ours, megatron-core's GPTDataset, and a memory
+map of the tokens.
 
     python -m scripts.benchmarks.data --folder=/data/scratch --output=data.json
 
-Opening: a data set of 10 billion tokens in 10 million documents with a sparse `.bin`, from the call to the first batch
-of 8 samples of 2,048 tokens, with the memory that the process gained. megatron-core builds its index for 1,000
-iterations, and reads it from its cache the second time. Loading: samples of 2,048 tokens in batches of 32 from 100
-million tokens, with 1 and 2 workers per loader; the peers use torch's DataLoader. Every measurement runs in a separate
-process and starts after the imports. Each turn measures every row once, in rotating order, and ratios are taken within
-a turn. megatron-core (`pip install --no-deps megatron-core`) is skipped if not installed. Prints Markdown tables.
+Opening: a data set of 10 billion tokens in 10 million documents with a sparse `.bin`, from the call
+to the first batch of 8 samples of 2,048 tokens, with the memory that the process gained.
+megatron-core builds its index for 1,000 iterations, and reads it from its cache the second time.
+Loading: samples of 2,048 tokens in batches of 32 from 100 million tokens, with 1 and 2 workers per
+loader; the peers use torch's DataLoader. Every measurement runs in a separate process and starts
+after the imports. Each turn measures every row once, in rotating order, and ratios are taken within
+a turn. megatron-core (`pip install --no-deps megatron-core`) is skipped if not installed. Prints
+Markdown tables.
 """
 
 from __future__ import annotations
@@ -41,12 +44,17 @@ WARM_UP = 20  # untimed batches
 
 
 def write_set(prefix: Path, documents: int, tokens: int, filled: bool) -> None:
-    """Write a .bin/.idx pair of 16-bit tokens in documents of equal length. filled: random tokens, else sparse."""
+    """Write a .bin/.idx pair of 16-bit tokens in documents of equal length. filled: random tokens,
+    else sparse."""
     size, generator = tokens // documents, np.random.default_rng(0)
     with open(f"{prefix}.bin", "wb") as file:
         if filled:
             for _ in range(10):
-                file.write(generator.integers(1, VOCABULARY, documents * size // 10, dtype=np.uint16).tobytes())
+                file.write(
+                    generator.integers(
+                        1, VOCABULARY, documents * size // 10, dtype=np.uint16
+                    ).tobytes()
+                )
         file.truncate(2 * documents * size)
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
@@ -61,15 +69,24 @@ def our_batches(prefix: str, samples: int, iterations: int, workers: int) -> Ite
     from megatron_lite.data.open_data import open_data
     from megatron_lite.validation import resolve
 
-    options: dict[str, Any] = dict(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=VOCABULARY)
-    options |= dict(sequence_length=LENGTH, batch_size=samples, data_path=(prefix,), split=(1.0,), num_workers=workers)
+    options: dict[str, Any] = dict(
+        num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=VOCABULARY
+    )
+    options |= dict(
+        sequence_length=LENGTH,
+        batch_size=samples,
+        data_path=(prefix,),
+        split=(1.0,),
+        num_workers=workers,
+    )
     config = resolve(unflatten({**options, "train_iters": iterations, "device": "cpu"}), 1)
     source = open_data(config, 0, 1)
     yield from source.batches("training", 0, iterations)
 
 
 def their_set(prefix: str, samples: int, cache: str | None) -> Any:
-    """Return megatron-core's data set of `samples` samples, without attention masks, (s, s) each."""
+    """Return megatron-core's data set of `samples` samples, without attention masks, (s, s)
+    each."""
     import torch
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -147,9 +164,13 @@ def loaded(row: str, workers: int, prefix: str, batches: int) -> dict[str, float
         stream: Iterator[Any] = our_batches(prefix, LOADED, total, workers)
     else:
         dataset = (
-            their_set(prefix, LOADED * total, None) if row == "megatron-core" else mapped_set(prefix, LOADED * total)
+            their_set(prefix, LOADED * total, None)
+            if row == "megatron-core"
+            else mapped_set(prefix, LOADED * total)
         )
-        loader = torch.utils.data.DataLoader(dataset, LOADED, num_workers=workers, prefetch_factor=2)
+        loader = torch.utils.data.DataLoader(
+            dataset, LOADED, num_workers=workers, prefetch_factor=2
+        )
         stream = iter(loader)
     for _ in range(WARM_UP):
         next(stream)
@@ -195,7 +216,11 @@ def ours_with_as_many_workers(name: str) -> list[str]:
 
 # A row's time per sample over ours equals our speed over the row's.
 COLUMNS = {
-    "opening": (spread("s", "seconds", 3), spread("MiB", "memory_bytes", 0, 1 / MIB), first_ratio("time / ours", 1)),
+    "opening": (
+        spread("s", "seconds", 3),
+        spread("MiB", "memory_bytes", 0, 1 / MIB),
+        first_ratio("time / ours", 1),
+    ),
     "loading": (spread("samples/s", "samples_per_s", 0), first_ratio("ours / this")),
 }
 
@@ -203,8 +228,15 @@ COLUMNS = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="new folder for the data; deleted at the end")
-    parser.add_argument("--documents", type=int, default=10_000_000, help="documents of 1,000 tokens in the large set")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="new folder for the data; deleted at the end"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=10_000_000,
+        help="documents of 1,000 tokens in the large set",
+    )
     parser.add_argument("--batches", type=int, default=300, help="timed batches of each loader")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -218,8 +250,12 @@ def main(argv: Sequence[str]) -> int:
     options.folder.mkdir(parents=True)
     try:
         rows = {
-            "opening": opening(options, peers).measured("seconds", "memory_bytes", others=ours_with_as_many_workers),
-            "loading": loading(options, peers).measured("seconds", "samples_per_s", others=ours_with_as_many_workers),
+            "opening": opening(options, peers).measured(
+                "seconds", "memory_bytes", others=ours_with_as_many_workers
+            ),
+            "loading": loading(options, peers).measured(
+                "seconds", "samples_per_s", others=ours_with_as_many_workers
+            ),
         }
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)

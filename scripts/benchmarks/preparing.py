@@ -1,14 +1,17 @@
-"""Time the preparation of a .jsonl corpus against other ways to tokenize it, with equal tokenizer and processes.
+"""Time the preparation of a .jsonl corpus against other ways to tokenize it, with equal tokenizer
+and processes.
 
     python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
 
-Rows: this program's command end to end, with its digests and files, also with `--tokenizer_library=tokenizers`; a loop
-over lines that calls `encode_batch` or `encode_batch_fast` of the `tokenizers` library with as many threads and writes
-nothing; the recipe of Megatron-LM's tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's
-IndexedDatasetBuilder; `datasets.map` with batches of 1,000; datatrove's DocumentTokenizer, in one process; and
-gigatoken's reader of files, which writes nothing. Each row runs in a separate process, imports included. Each turn
-measures every row once, in rotating order, and ratios are taken within a turn, of the CPU time of all processes. Peers
-that are not installed are skipped. Prints a Markdown table.
+Rows: this program's command end to end, with its digests and files, also with
+`--tokenizer_library=tokenizers`; a loop over lines that calls `encode_batch` or `encode_batch_fast`
+of the `tokenizers` library with as many threads and writes nothing; the recipe of Megatron-LM's
+tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's
+IndexedDatasetBuilder; `datasets.map` with batches of 1,000; datatrove's DocumentTokenizer, in one
+process; and gigatoken's reader of files, which writes nothing. Each row runs in a separate process,
+imports included. Each turn measures every row once, in rotating order, and ratios are taken within
+a turn, of the CPU time of all processes. Peers that are not installed are skipped. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ class LineEncoder:
     @classmethod
     def encode(cls, line: str) -> list[int]:
         """Return the tokens of a line."""
-        ids: list[int] = cls.tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
+        ids: list[int] = cls.tokenizer.encode(
+            json.loads(line)["text"], add_special_tokens=False
+        ).ids
         return [*ids, 0]
 
 
@@ -116,16 +121,21 @@ def datasets_map(corpus: str, tokenizer_file: str, output: str, processes: int) 
 
     datasets.disable_progress_bars()
     data = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=output)
-    data = data.map(encode, batched=True, batch_size=BATCH, num_proc=processes, remove_columns=data.column_names)
+    data = data.map(
+        encode, batched=True, batch_size=BATCH, num_proc=processes, remove_columns=data.column_names
+    )
     return sum(len(column) for chunk in data.data["ids"].chunks for column in chunk)
 
 
 def datatrove_tokens(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
-    """Tokenize with datatrove's pipeline, in this process, as it gives a file to one task; return the documents."""
+    """Tokenize with datatrove's pipeline, in this process, as it gives a file to one task; return
+    the documents."""
     readers: Any = importlib.import_module("datatrove.pipeline.readers")
     tokens: Any = importlib.import_module("datatrove.pipeline.tokens")
     reader = readers.JsonlReader(str(Path(corpus).parent), glob_pattern=Path(corpus).name)
-    writer = tokens.DocumentTokenizer(output, tokenizer_file, eos_token="<|endoftext|>", shuffle_documents=False)
+    writer = tokens.DocumentTokenizer(
+        output, tokenizer_file, eos_token="<|endoftext|>", shuffle_documents=False
+    )
     writer.run(reader.run())
     return len(list(Path(output).iterdir()))
 
@@ -133,7 +143,9 @@ def datatrove_tokens(corpus: str, tokenizer_file: str, output: str, processes: i
 def gigatoken_files(corpus: str, tokenizer_file: str, output: str, processes: int) -> int:
     """Tokenize with gigatoken's reader of files, into memory; return the number of documents."""
     gigatoken: Any = importlib.import_module("gigatoken")
-    return len(gigatoken.Tokenizer(tokenizer_file).encode_files(gigatoken.JsonlFileSource([corpus])))
+    return len(
+        gigatoken.Tokenizer(tokenizer_file).encode_files(gigatoken.JsonlFileSource([corpus]))
+    )
 
 
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
@@ -149,19 +161,37 @@ def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figu
         command += [f"--tokenizer_library={row.partition(' by ')[2] or 'auto'}"]
     else:
         function, more = ROWS[row][1], (folder / "x", options.num_processes)
-        command = words_for(HERE, function, corpus, tokenizer_file, *((row,) if function == "library_loop" else more))
-    threads = {"RAYON_NUM_THREADS": processes, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+        command = words_for(
+            HERE,
+            function,
+            corpus,
+            tokenizer_file,
+            *((row,) if function == "library_loop" else more),
+        )
+    threads = {
+        "RAYON_NUM_THREADS": processes,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "cache"),
+    }
     threads["TOKENIZERS_PARALLELISM"] = str(row.startswith(("ours", "encode_batch"))).lower()
     begun_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **threads},
+        capture_output=True,
+        text=True,
     )
     taken_s, after = time.monotonic() - begun_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if result.returncode:
         sys.exit(f"{row} failed with exit code {result.returncode}: {result.stderr[-2000:]}")
     shutil.rmtree(folder)
-    return {"seconds": taken_s, "cpu_seconds": cpu_s, "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s}
+    return {
+        "seconds": taken_s,
+        "cpu_seconds": cpu_s,
+        "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s,
+    }
 
 
 def tokenizer_of(options: argparse.Namespace) -> str:
@@ -180,9 +210,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("corpus", type=Path, help=".jsonl file with the key text")
     parser.add_argument("--folder", type=Path, required=True, help="folder for temporary files")
-    parser.add_argument("--tokenizer", help="tokenizer.json (default: a BPE of 32,000 tokens, trained on the corpus)")
-    parser.add_argument("--num_processes", type=int, default=2, help="processes, or threads of the library (2)")
-    parser.add_argument("--rows", default=",".join(ROWS), help="rows to measure, ours among them (all)")
+    parser.add_argument(
+        "--tokenizer",
+        help="tokenizer.json (default: a BPE of 32,000 tokens, trained on the corpus)",
+    )
+    parser.add_argument(
+        "--num_processes", type=int, default=2, help="processes, or threads of the library (2)"
+    )
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help="rows to measure, ours among them (all)"
+    )
     parser.add_argument("--turns", type=int, default=3, help="measurements of each row (3)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
@@ -194,9 +231,16 @@ def main(argv: Sequence[str]) -> int:
     options.corpus, options.folder = options.corpus.absolute(), options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer_file = tokenizer_of(options)
-    installed = {row: importlib.util.find_spec(ROWS[row][0]) is not None for row in names_in(options.rows)}
+    installed = {
+        row: importlib.util.find_spec(ROWS[row][0]) is not None for row in names_in(options.rows)
+    }
     names = [row for row in installed if installed[row]]
-    turns = Turns(names, lambda row, turn: prepared(row, options, tokenizer_file), options.turns, main="cpu_seconds")
+    turns = Turns(
+        names,
+        lambda row, turn: prepared(row, options, tokenizer_file),
+        options.turns,
+        main="cpu_seconds",
+    )
     rows = turns.measured("cpu_seconds", "seconds", "mb_per_s", others=lambda row: ["ours"])
     missing = {row: f"{ROWS[row][0]} is not installed" for row in installed if not installed[row]}
     lines = table(rows, COLUMNS, "preparing")

@@ -1,7 +1,7 @@
 """Cores, load and resident memory from the kernel, and the libraries' instruction sets.
 
-ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS limit the instruction sets of one library each.
-Linux only. Imports no torch.
+ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS limit the instruction sets of
+one library each. Linux only. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ def name() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or (
-        platform.processor() or "unknown"
-    )
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    ) or (platform.processor() or "unknown")
 
 
 def cores() -> Collection[int]:
     """Return the cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
 
 
 def busy_seconds() -> float:
@@ -42,11 +44,14 @@ def busy_seconds() -> float:
         return 0.0
     used = (fields for fields in lines if fields and fields[0] in own)
     # user, nice, system, idle, iowait, irq, softirq, steal
-    return sum(sum(map(int, (*fields[1:4], *fields[6:9]))) for fields in used) / os.sysconf("SC_CLK_TCK")
+    return sum(sum(map(int, (*fields[1:4], *fields[6:9]))) for fields in used) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 class Load(NamedTuple):
-    """Clock, CPU seconds of the measured program and of all programs, at a moment or over a span."""
+    """Clock, CPU seconds of the measured program and of all programs, at a moment or over a
+    span."""
 
     elapsed_s: float
     own_s: float
@@ -58,17 +63,22 @@ class Load(NamedTuple):
 
     @property
     def others(self) -> float:
-        """The share of the cores used by other programs; at least 0, because the kernel counts in ticks."""
+        """The share of the cores used by other programs; at least 0, because the kernel counts in
+        ticks."""
         return max(0.0, self.busy_s - self.own_s) / (self.elapsed_s * len(cores()))
 
 
 def load(own_s: float | None = None) -> Load:
-    """Return the current load. own_s: CPU seconds of the measured program (default: this process)."""
-    return Load(time.perf_counter(), time.process_time() if own_s is None else own_s, busy_seconds())
+    """Return the current load. own_s: CPU seconds of the measured program (default: this
+    process)."""
+    return Load(
+        time.perf_counter(), time.process_time() if own_s is None else own_s, busy_seconds()
+    )
 
 
 def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
-    """Sleep until all processes together use at most `max_busy` of the cores, or for `at_most_s`."""
+    """Sleep until all processes together use at most `max_busy` of the cores, or for
+    `at_most_s`."""
     deadline, now = time.monotonic() + at_most_s, load(0.0)
     while time.monotonic() < deadline:
         time.sleep(sample_s)
@@ -78,7 +88,8 @@ def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float =
 
 
 def memory_bytes(field: str, process: int | str = "self") -> int:
-    """Return a field of a process's status: VmRSS (resident memory) or VmHWM (its peak); 0 if the process is gone."""
+    """Return a field of a process's status: VmRSS (resident memory) or VmHWM (its peak); 0 if the
+    process is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text("utf-8").splitlines()
     except OSError:
@@ -93,7 +104,11 @@ def reset_peak() -> int:
 
 
 # Emulates a CPU with AVX2 only. MKL obeys its variable only on Intel CPUs.
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 ISAS: dict[str, dict[str, str]] = {"all": {}, "avx2": AVX2}
 # One product each by MKL and oneDNN, so that both print a line with their instruction set.
 _PROBE = """
@@ -111,12 +126,17 @@ _FOUND = {
 UNKNOWN = "unknown"
 
 
-def instruction_sets(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """Query each library's instruction set in a separate process; "unknown" if it prints none, as when torch is built
-    without it."""
+def instruction_sets(
+    environment: Mapping[str, str], python: str = sys.executable
+) -> dict[str, str]:
+    """Query each library's instruction set in a separate process; "unknown" if it prints none, as
+    when torch is built without it."""
     verbose = {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [python, "-c", _PROBE], env={**os.environ, **environment, **verbose}, capture_output=True, text=True
+        [python, "-c", _PROBE],
+        env={**os.environ, **environment, **verbose},
+        capture_output=True,
+        text=True,
     )
     return instruction_sets_in(done.stdout)
 
@@ -128,6 +148,7 @@ def instruction_sets_in(output: str) -> dict[str, str]:
 
 
 def _short(name: str) -> str:
-    """Shorten MKL's "... Advanced Vector Extensions 512 (Intel(R) AVX-512) with ..." to "AVX-512 with ..."."""
+    """Shorten MKL's "... Advanced Vector Extensions 512 (Intel(R) AVX-512) with ..." to "AVX-512
+    with ..."."""
     name = re.sub(r"Intel\(R\) ", "", name)
     return re.sub(r"^.*?\(([^)]+)\)", r"\1", name) if name.startswith("Advanced") else name

@@ -2,12 +2,13 @@
 
 A result is a JSON object with these keys:
 
-- `environment`: `command` as typed, `date`, `commit` of this checkout (with "+" if files are changed), `machine`
-  (device, cores, and more where it matters), `versions` of python and of the installed packages that compute
+- `environment`: `command` as typed, `date`, `commit` of this checkout (with "+" if files are
+  changed), `machine` (device, cores, and more where it matters), `versions` of python and of the
+  installed packages that compute
 - `settings`: every option
-- `rows`: one entry per contestant, which holds its figures: numbers, and spreads of numbers over the turns (`median`,
-  `quartiles`, `values`). `ratios` in it are spreads of its time over that of another row, turn by turn, by the other's
-  name
+- `rows`: one entry per contestant, which holds its figures: numbers, and spreads of numbers over
+  the turns (`median`, `quartiles`, `values`). `ratios` in it are spreads of its time over that of
+  another row, turn by turn, by the other's name
 - `missing`: contestants that cannot run here, each with the reason
 - `failures`: contestants that failed, each with the error
 
@@ -53,7 +54,9 @@ print(json.dumps(known))
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that prints the description as written and accepts no abbreviated flags."""
     return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 
@@ -63,7 +66,8 @@ def names_in(text: str) -> list[str]:
 
 
 def matching(known: Collection[str], what: str, text: str) -> list[str]:
-    """Return the known names that a comma-separated list of names and wildcards selects, in their own order.
+    """Return the known names that a comma-separated list of names and wildcards selects, in their
+    own order.
 
     Raises:
         ArgumentTypeError: if nothing matches one of them.
@@ -71,11 +75,14 @@ def matching(known: Collection[str], what: str, text: str) -> list[str]:
     patterns = names_in(text)
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
-            raise argparse.ArgumentTypeError(f"no {what} is called {pattern!r}; choose from {list(known)}")
+            raise argparse.ArgumentTypeError(
+                f"no {what} is called {pattern!r}; choose from {list(known)}"
+            )
     return [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
+# -- files
+# -----------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path | None, result: Result) -> None:
@@ -90,7 +97,10 @@ def read_json(path: Path) -> Any:
 
 
 def environment(
-    command: str, argv: Sequence[str], machine: Mapping[str, Any] | None = None, python: str = sys.executable
+    command: str,
+    argv: Sequence[str],
+    machine: Mapping[str, Any] | None = None,
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     """Describe the command, machine, commit and versions.
 
@@ -99,7 +109,9 @@ def environment(
         machine: further facts about the machine; `device` replaces the processor.
         python: the interpreter whose packages are measured.
     """
-    versions = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True).stdout
+    versions = subprocess.run(
+        [python, "-c", _VERSIONS], capture_output=True, text=True, check=True
+    ).stdout
     return {
         "command": f"{command} {' '.join(argv)}".strip(),
         "date": datetime.date.today().isoformat(),
@@ -111,7 +123,16 @@ def environment(
 
 def commit() -> str:
     """Return the commit of this checkout, with "+" if files are changed, or "unknown"."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
+    words = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--dirty=+",
+        "--abbrev=7",
+        "--exclude=*",
+    ]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -119,14 +140,16 @@ def commit() -> str:
 
 
 def words_for(module: str, function: str, *arguments: object) -> list[str]:
-    """Return Python's arguments for a process that calls a module's function and prints what it returns as JSON."""
+    """Return Python's arguments for a process that calls a module's function and prints what it
+    returns as JSON."""
     code = f"import json, os, sys, {module} as module; print(json.dumps(module.{function}(*json.loads(sys.argv[1]))))"
     end = "sys.stdout.flush(); os._exit(0)"  # without waiting for workers
     return ["-W", "ignore", "-c", f"{code}; {end}", json.dumps(arguments, default=str)]
 
 
 def measured_alone(module: str, function: str, *arguments: object) -> Any:
-    """Call a module's function in a process of its own, started in the checkout; return what it returns.
+    """Call a module's function in a process of its own, started in the checkout; return what it
+    returns.
 
     Raises:
         RuntimeError: if the process fails, with the end of its stderr.
@@ -134,22 +157,37 @@ def measured_alone(module: str, function: str, *arguments: object) -> Any:
     words = [sys.executable, *words_for(module, function, *arguments)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{module}.{function} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{module}.{function} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str, str]:
-    """Return variables that keep libraries offline and their files in `folder`. more: further variables.
+    """Return variables that keep libraries offline and their files in `folder`. more: further
+    variables.
 
-    Caches of compiled code that are set already stay, so that a later process does not compile everything again.
+    Caches of compiled code that are set already stay, so that a later process does not compile
+    everything again.
     """
     compiled = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
     caches = ["HF_HOME", "XDG_CACHE_HOME", *(name for name in compiled if name not in os.environ)]
-    own = {"PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    return own | {"TMPDIR": str(folder)} | {name: str(folder / "cache" / name.lower()) for name in caches} | more
+    own = {
+        "PYTHONPATH": pythonpath,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+    return (
+        own
+        | {"TMPDIR": str(folder)}
+        | {name: str(folder / "cache" / name.lower()) for name in caches}
+        | more
+    )
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------
+# -- figures
+# ---------------------------------------------------------------------------------------------------------
 
 
 def reason_of(error: Exception) -> str:
@@ -160,13 +198,19 @@ def reason_of(error: Exception) -> str:
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return median, quartiles and values of one or more numbers."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
+    low, median, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else list(values) * 3
+    )
     return {"median": median, "quartiles": [low, high], "values": list(values)}
 
 
 def ratio(rows: Rows, own: str, other: str) -> Spread | None:
     """Return the ratio of two rows' times, which a result may only hold in the other direction."""
-    direct, reverse = (rows.get(a, {}).get("ratios", {}).get(b) for a, b in ((own, other), (other, own)))
+    direct, reverse = (
+        rows.get(a, {}).get("ratios", {}).get(b) for a, b in ((own, other), (other, own))
+    )
     if direct is not None or reverse is None:
         return direct
     low, high = reverse["quartiles"]
@@ -175,4 +219,6 @@ def ratio(rows: Rows, own: str, other: str) -> Spread | None:
 
 def compared_with(rows: Rows, name: str) -> Spread | None:
     """Return the time of the first row that is compared with `name`, over that of `name`."""
-    return next((row["ratios"][name] for row in rows.values() if name in row.get("ratios", {})), None)
+    return next(
+        (row["ratios"][name] for row in rows.values() if name in row.get("ratios", {})), None
+    )

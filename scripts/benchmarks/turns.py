@@ -1,4 +1,5 @@
-"""The runner of all benchmarks: contestants take turns, so that other load on the machine affects all of them alike."""
+"""The runner of all benchmarks: contestants take turns, so that other load on the machine affects
+all of them alike."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ Figures = dict[str, Any]
 class Record:
     """The turns of one contestant."""
 
-    turns: list[Figures | None] = field(default_factory=list)  # by round; None: failed in this round or earlier
+    turns: list[Figures | None] = field(
+        default_factory=list
+    )  # by round; None: failed in this round or earlier
     counts: list[bool] = field(default_factory=list)  # by round
     failure: str | None = None
 
@@ -44,8 +47,8 @@ class Turns:
         turns: number of counted turns wanted per contestant.
         main: the figure to print and to take ratios of.
         warm_up: number of first rounds that do not count.
-        max_others: count only turns whose figure `others`, the share of the cores used by other programs, is at most
-            this.
+        max_others: count only turns whose figure `others`, the share of the cores used by other
+            programs, is at most this.
         repeats: with `max_others`, stop after this many times `turns` rounds.
         failures: errors that end one contestant; the others continue.
         prints: whether this process prints the progress.
@@ -100,22 +103,30 @@ class Turns:
         return {name: record for name, record in self.records.items() if record.failure is None}
 
     def ratio(self, own: str, other: str, figure: str = "", of_other: str = "") -> Spread | None:
-        """Return the spread of a figure's ratio to another row's, over the rounds in which both count."""
+        """Return the spread of a figure's ratio to another row's, over the rounds in which both
+        count."""
         figure = figure or self._main
         mine = self.records[own].counted(figure)
         theirs = self.records[other].counted(of_other or figure)
         # One of the two may have had one turn more.
-        both = [a / b for a, b in zip(mine, theirs, strict=False) if a is not None and b is not None]
+        both = [
+            a / b for a, b in zip(mine, theirs, strict=False) if a is not None and b is not None
+        ]
         return spread_of(both) if both else None
 
-    def measured(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:
+    def measured(
+        self, *figures: str, others: Callable[[str], Iterable[str]]
+    ) -> dict[str, dict[str, Any]]:
         """Measure all rounds; return the rows."""
         for _ in self.run():
             pass
         return self.rows(*figures, others=others)
 
-    def rows(self, *figures: str, others: Callable[[str], Iterable[str]]) -> dict[str, dict[str, Any]]:
-        """Return the spreads of figures by contestant, and the ratios to the rows that `others` names."""
+    def rows(
+        self, *figures: str, others: Callable[[str], Iterable[str]]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the spreads of figures by contestant, and the ratios to the rows that `others`
+        names."""
         return {
             name: {figure: record.spread(figure) for figure in figures}
             | {"ratios": {other: self.ratio(name, other) for other in others(name)}}
@@ -129,7 +140,11 @@ class Turns:
 
     def failed(self) -> dict[str, str]:
         """Return the errors of the contestants that failed."""
-        return {name: record.failure for name, record in self.records.items() if record.failure is not None}
+        return {
+            name: record.failure
+            for name, record in self.records.items()
+            if record.failure is not None
+        }
 
     def _turn(self, name: str, turn: int) -> None:
         record, figures = self.records[name], None
@@ -144,6 +159,9 @@ class Turns:
 
     def _say(self, turn: int, counted: int) -> None:
         if self._prints:
-            shown = [f"{name} {record.every(self._main)[-1]:.4g}" for name, record in self.sound().items()]
+            shown = [
+                f"{name} {record.every(self._main)[-1]:.4g}"
+                for name, record in self.sound().items()
+            ]
             line = f"benchmark: turn {turn + 1}: {', '.join(shown)} ({self._main}); {counted} turns count"
             print(line, file=sys.stderr, flush=True)

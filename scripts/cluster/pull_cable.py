@@ -1,12 +1,13 @@
-"""Pull the cable between two machines of a run at random moments: both sides must end in time, and the run resume.
+"""Pull the cable between two machines of a run at random moments: both sides must end in time, and
+the run resume.
 
     sudo -E python -m scripts.cluster.pull_cable --folder=NEW --cuts=30
 
 It writes a line for each cut, and ends with exit code 1 if a promise is broken.
 
-The machines are network, host-name, mount and process namespaces on a bridge, with one rank each. A pulled cable is a
-port of the bridge that is down: no connection closes. A process that is killed leaves no namespace of its own behind
-but those named below, which the next call removes.
+The machines are network, host-name, mount and process namespaces on a bridge, with one rank each. A
+pulled cable is a port of the bridge that is down: no connection closes. A process that is killed
+leaves no namespace of its own behind but those named below, which the next call removes.
 """
 
 from __future__ import annotations
@@ -96,12 +97,38 @@ def start(rank: int, folder: Path, iterations: int, interval: int) -> subprocess
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    own = [f"--train_iters={iterations}", f"--checkpoint_interval={interval}", f"--experiment_dir={folder / 'run'}"]
-    inside = ["sh", "-c", 'hostname "$0"; exec "$@"', node, sys.executable, "pretrain_gpt.py", *FLAGS, *own]
-    outside = ["nsenter", f"--net=/run/netns/{node}", "unshare", "-ump", "--fork", "--kill-child", "--mount-proc"]
+    own = [
+        f"--train_iters={iterations}",
+        f"--checkpoint_interval={interval}",
+        f"--experiment_dir={folder / 'run'}",
+    ]
+    inside = [
+        "sh",
+        "-c",
+        'hostname "$0"; exec "$@"',
+        node,
+        sys.executable,
+        "pretrain_gpt.py",
+        *FLAGS,
+        *own,
+    ]
+    outside = [
+        "nsenter",
+        f"--net=/run/netns/{node}",
+        "unshare",
+        "-ump",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
     with open(folder / f"rank_{rank}.txt", "w", encoding="utf-8") as output:
         return subprocess.Popen(
-            [*outside, *inside], cwd=ROOT, env={**os.environ, **variables}, stdout=output, stderr=output, text=True
+            [*outside, *inside],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=output,
+            text=True,
         )
 
 
@@ -121,7 +148,9 @@ def ends(sides: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -
     found = []
     for rank, side in enumerate(sides):
         lines = (folder / f"rank_{rank}.txt").read_text("utf-8", "replace").splitlines()
-        words = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "")
+        words = next(
+            (line for line in lines if line.startswith("ERROR")), lines[-1] if lines else ""
+        )
         found.append(Outcome(side.poll(), took_s.get(rank, limit_s), words))
         side.kill()
         side.wait()
@@ -129,7 +158,8 @@ def ends(sides: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -
 
 
 def cut(folder: Path, generator: random.Random) -> tuple[float, list[Outcome]]:
-    """Start a run, pull the cable at a random moment, and return the moment and how both sides end."""
+    """Start a run, pull the cable at a random moment, and return the moment and how both sides
+    end."""
     interval = generator.choice([3, 1000])
     sides = [start(rank, folder, 10**6, interval) for rank in (0, 1)]
     begin_s = time.monotonic()
@@ -153,10 +183,14 @@ def phase(folder: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the cuts, then let the run resume; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cuts", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True, help="an empty folder for the run and its output")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="an empty folder for the run and its output"
+    )
     options = parser.parse_args(argv)
     if "SLURM_JOB_ID" in os.environ:
         raise SystemExit("not inside a job: this changes the network of the machine")
@@ -168,18 +202,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     with machines():
         for number in range(1, options.cuts + 1):
             moment_s, found = cut(options.folder, generator)
-            limits = [STARTUP_S + IMPORTS_S if "--startup" in one.words else TIMEOUT_S for one in found]
-            good = all(one.code == 6 and one.took_s <= limit + LATE_S for one, limit in zip(found, limits, strict=True))
+            limits = [
+                STARTUP_S + IMPORTS_S if "--startup" in one.words else TIMEOUT_S for one in found
+            ]
+            good = all(
+                one.code == 6 and one.took_s <= limit + LATE_S
+                for one, limit in zip(found, limits, strict=True)
+            )
             broken += not good
             print(
                 f"{number} {'ok' if good else 'BROKEN'} cut after {moment_s:.1f} s; {phase(options.folder)!r}",
                 flush=True,
             )
             for rank, one in enumerate(found):
-                print(f"    rank {rank}: code {one.code} after {one.took_s:.1f} s: {one.words[:300]}", flush=True)
-        names = [path.name for path in (options.folder / "run" / "checkpoints").glob("*") if path.name.isdecimal()]
+                print(
+                    f"    rank {rank}: code {one.code} after {one.took_s:.1f} s: {one.words[:300]}",
+                    flush=True,
+                )
+        names = [
+            path.name
+            for path in (options.folder / "run" / "checkpoints").glob("*")
+            if path.name.isdecimal()
+        ]
         reached = max(map(int, names), default=0)
-        found = ends([start(rank, options.folder, reached + 10, 1000) for rank in (0, 1)], options.folder, READY_S)
+        found = ends(
+            [start(rank, options.folder, reached + 10, 1000) for rank in (0, 1)],
+            options.folder,
+            READY_S,
+        )
         print("resumed", found, flush=True)
         broken += any(one.code != 0 for one in found)
     return int(broken > 0)

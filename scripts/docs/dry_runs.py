@@ -1,9 +1,11 @@
-"""Write the output of each dry run shown in docs/planner.md, docs/multi_stage.md and docs/performance.md.
+"""Write the output of each dry run shown in docs/planner.md, docs/multi_stage.md and
+docs/performance.md.
 
     python -m scripts.docs.dry_runs            run the commands and write their output
     python -m scripts.docs.dry_runs --check    compare only; exit code 1 if a document is stale
 
-Planning for GPUs touches no device, so every machine prints the same. Commands run as typed, from the checkout.
+Planning for GPUs touches no device, so every machine prints the same. Commands run as typed, from
+the checkout.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def output(command: str) -> str:
     """
     environment = {**os.environ, "PATH": f"{PYTHON_FOLDER}{os.pathsep}{os.environ.get('PATH', '')}"}
     words = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     return (done.stdout + done.stderr).rstrip("\n")
 
 
@@ -67,13 +71,21 @@ def published_table() -> list[str]:
     for gpu, ranks, flags, reported in PUBLISHED_SPEEDS:
         plan, time = planned_step(gpu, ranks, flags)
         ours, level = time.tokens_per_s / ranks, plan.config.performance.mlp_recompute_level
-        rows.append([f"{ranks} {gpu}", level, f"{reported:,.0f}", f"{ours:,.0f}", f"{ours / reported:.2f}"])
+        rows.append(
+            [f"{ranks} {gpu}", level, f"{reported:,.0f}", f"{ours:,.0f}", f"{ours / reported:.2f}"]
+        )
     return markdown_table(["GPUs", "MLPs recomputed", "reported", "predicted", "ratio"], rows)
 
 
 def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
     """Plan the Mistral-7B example and predict its step."""
-    words = [*read_words(str(MODEL)), *flags.split(), "--dataset_source=random", "--dry_run=1", f"--gpu={gpu}"]
+    words = [
+        *read_words(str(MODEL)),
+        *flags.split(),
+        "--dataset_source=random",
+        "--dry_run=1",
+        f"--gpu={gpu}",
+    ]
     plan = make_plan(resolve(parse([*words, "--micro_batch_size=1"]).config, ranks), ranks, "cuda")
     return plan, predict_step(plan, data_sheet(plan.config.distributed, "cuda", ranks))
 

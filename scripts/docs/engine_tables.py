@@ -3,8 +3,8 @@
     python -m scripts.docs.engine_tables            write the tables
     python -m scripts.docs.engine_tables --check    compare only; exit code 1 if a document is stale
 
-Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in `--dry_run=1`. The
-formulas next to the counts are those of the guide and depend on sizes only.
+Each plan is a `MultiStage` on the meta device whose memory and collectives are counted, as in
+`--dry_run=1`. The formulas next to the counts are those of the guide and depend on sizes only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
 LEVELS = ("none", "activation", "full")
 MIB, GIB = 2**20, 2**30
-Rows = Iterator[tuple[str | int | float, ...]]  # header and cells; a float is shown with one decimal
+Rows = Iterator[
+    tuple[str | int | float, ...]
+]  # header and cells; a float is shown with one decimal
 
 
 @cache
@@ -45,8 +47,14 @@ def planner(ranks: int) -> Planner:
 
 
 def plan(ranks: int, levels: Sequence[str] = (), **flags: Any) -> Plan:
-    """Plan the Mistral-7B example with additional flags, on GPUs. levels: more recompute levels to plan for."""
-    words = [*MODEL, "--dry_run=1", f"--world_size={ranks}", *(f"--{name}={value}" for name, value in flags.items())]
+    """Plan the Mistral-7B example with additional flags, on GPUs. levels: more recompute levels to
+    plan for."""
+    words = [
+        *MODEL,
+        "--dry_run=1",
+        f"--world_size={ranks}",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
     return planner(ranks).plan(resolve(parse_flags(words).config, ranks), levels)
 
 
@@ -65,13 +73,18 @@ STATE_BYTES = {
     ("fp32", 2): (4, 12, 4),
     ("fp32", 3): (0, 16, 8),
 }
-# With one rank, buffers in a shard's dtype are the shards themselves. fp32 takes 16 bytes at every ZeRO stage.
+# With one rank, buffers in a shard's dtype are the shards themselves. fp32 takes 16 bytes at every
+# ZeRO stage.
 ONE_RANK_BYTES = {("bf16", 1): (18, 0, 0), ("bf16", 2): (18, 0, 0), ("bf16", 3): (16, 0, 2)}
 
 
 def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) -> int:
-    """Return a rank's state memory without padding and ties. A shared buffer is as large as its largest stage."""
-    sizes = [sum(slot.numel for part in stage.parts for slot in part.layout.slots) for stage in model.stages]
+    """Return a rank's state memory without padding and ties. A shared buffer is as large as its
+    largest stage."""
+    sizes = [
+        sum(slot.numel for part in stage.parts for slot in part.layout.slots)
+        for stage in model.stages
+    ]
     whole, sharded, buffered = STATE_BYTES[dtype, zero_stage]
     if ranks == 1:
         whole, sharded, buffered = ONE_RANK_BYTES.get((dtype, zero_stage), (16, 0, 0))
@@ -81,7 +94,15 @@ def formula_bytes(model: MultiStage, dtype: str, zero_stage: int, ranks: int) ->
 
 def memory_table() -> Rows:
     """Compare state memory with the formula."""
-    yield "training dtype", "ZeRO", "ranks", "formula, bytes", "padding, bytes", "allocated, bytes", "MiB"
+    yield (
+        "training dtype",
+        "ZeRO",
+        "ranks",
+        "formula, bytes",
+        "padding, bytes",
+        "allocated, bytes",
+        "MiB",
+    )
     for dtype, zero_stage in STATE_BYTES:
         for ranks in (1, 2, 8, 64):
             made = plan(ranks, training_dtype=dtype, zero_stage=zero_stage)
@@ -96,7 +117,11 @@ def traffic_table() -> Rows:
     yield "ZeRO", "micro-batches", *counts, "gathered, MiB", "reduced, MiB", "sent per rank, MiB"
     for zero_stage in (1, 2, 3):
         for depth, breadth in ((1, 1), (4, 1), (1, 4), (2, 2)):
-            batch = {"batch_size": 4 * depth * breadth, "micro_batch_size": 1, "breadth_first_micro_batches": breadth}
+            batch = {
+                "batch_size": 4 * depth * breadth,
+                "micro_batch_size": 1,
+                "breadth_first_micro_batches": breadth,
+            }
             made = plan(4, (), zero_stage=zero_stage, **batch)
             stages, (buffers, _) = len(made.model.stages), made.model.memory.buffer_counts()
             # The backward of the embedding needs no weights, so they are not gathered for it.
@@ -110,12 +135,32 @@ def traffic_table() -> Rows:
 
 def buffers_table() -> Rows:
     """Show buffer counts between ZeRO-3 and plain data parallelism."""
-    yield "weight buffers", "gradient buffers", "state, GiB", "gathers", "reductions", "sent per rank, GiB"
+    yield (
+        "weight buffers",
+        "gradient buffers",
+        "state, GiB",
+        "gathers",
+        "reductions",
+        "sent per rank, GiB",
+    )
     for weights, gradients in ((1, 1), (2, 2), (4, 4), (8, 8), (17, 17), (34, 2), (34, 34)):
-        made = plan(8, num_weight_buffers=weights, num_grad_buffers=gradients, batch_size=32, micro_batch_size=1)
+        made = plan(
+            8,
+            num_weight_buffers=weights,
+            num_grad_buffers=gradients,
+            batch_size=32,
+            micro_batch_size=1,
+        )
         gathered, reduced = made.traffic["gather"], made.traffic["reduce"]
         sent = (gathered.wire_bytes + reduced.wire_bytes) / GIB
-        yield weights, gradients, made.state_bytes / GIB, gathered.collectives, reduced.collectives, sent
+        yield (
+            weights,
+            gradients,
+            made.state_bytes / GIB,
+            gathered.collectives,
+            reduced.collectives,
+            sent,
+        )
 
 
 def choices_table() -> Rows:
@@ -139,8 +184,11 @@ LAYOUTS = ((1, False), *((ranks, splits) for ranks in (2, 4, 8) for splits in (F
 
 
 def tensor_plan(ranks: int, splits: bool, **flags: Any) -> Plan:
-    """Plan the example on 8 GPUs with `ranks` tensor-parallel ranks; splits: sequence parallelism."""
-    return plan(8, tensor_parallel=ranks, sequence_tensor_parallel=int(splits), micro_batch_size=1, **flags)
+    """Plan the example on 8 GPUs with `ranks` tensor-parallel ranks; splits: sequence
+    parallelism."""
+    return plan(
+        8, tensor_parallel=ranks, sequence_tensor_parallel=int(splits), micro_batch_size=1, **flags
+    )
 
 
 def tensor_memory_table() -> Rows:
@@ -158,7 +206,18 @@ def tensor_memory_table() -> Rows:
 
 def tensor_traffic_table() -> Rows:
     """Compare the collectives of tensor-parallel ranks with the formulas."""
-    yield "T", "tokens", "recomputed", "gathers", "sent", "formula", "sums", "sent", "formula", "by ZeRO"
+    yield (
+        "T",
+        "tokens",
+        "recomputed",
+        "gathers",
+        "sent",
+        "formula",
+        "sums",
+        "sent",
+        "formula",
+        "by ZeRO",
+    )
     for ranks, splits in LAYOUTS[1:]:
         for recomputed in (0, 32) if ranks == 2 else (0,):
             made = tensor_plan(ranks, splits, recompute_layers=recomputed)
@@ -169,9 +228,19 @@ def tensor_traffic_table() -> Rows:
             sums = each * (4 * model.num_layers + 2 * recomputed + 2) * (1 if splits else 2)
             gathers = each * (6 * model.num_layers + 2 * recomputed + 2) * splits
             gathered, summed = (made.traffic.get(kind, Total()) for kind in (GATHER, REDUCE))
-            of_zero = sum(made.traffic[kind].wire_bytes for kind in ("gather", "reduce") if kind in made.traffic)
-            gather_cells = gathered.collectives, *(round(size / MIB) for size in (gathered.wire_bytes, gathers))
-            sum_cells = summed.collectives, *(round(size / MIB) for size in (summed.wire_bytes, sums, of_zero))
+            of_zero = sum(
+                made.traffic[kind].wire_bytes
+                for kind in ("gather", "reduce")
+                if kind in made.traffic
+            )
+            gather_cells = (
+                gathered.collectives,
+                *(round(size / MIB) for size in (gathered.wire_bytes, gathers)),
+            )
+            sum_cells = (
+                summed.collectives,
+                *(round(size / MIB) for size in (summed.wire_bytes, sums, of_zero)),
+            )
             yield ranks, "split" if splits else "whole", recomputed, *gather_cells, *sum_cells
 
 

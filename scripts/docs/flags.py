@@ -1,7 +1,8 @@
 """Write docs/flags.md, and the tables of docs/from_levanter.md and docs/from_fast_llm.md.
 
-Sources: megatron_lite/config/ with its other_programs.txt, and the lists of other programs' options and defaults in
-tests/vectors. The prose of the guides is written by hand; only their tables are replaced.
+Sources: megatron_lite/config/ with its other_programs.txt, and the lists of other programs' options
+and defaults in tests/vectors. The prose of the guides is written by hand; only their tables are
+replaced.
 
     python -m scripts.docs.flags            write the three files
     python -m scripts.docs.flags --check    compare only; exit code 1 if one is stale
@@ -36,11 +37,21 @@ SAME_DEFAULT = (
 ).split()
 # Behaviour that Levanter has no option for: (behaviour, its value there, our flag, remark).
 FIXED = (
-    ("index of the first update", "0", "lr_step_offset", "a warmup then starts at rate 0; Adam's moments still move"),
+    (
+        "index of the first update",
+        "0",
+        "lr_step_offset",
+        "a warmup then starts at rate 0; Adam's moments still move",
+    ),
     ("clipping", "levanter", "clip_grad_style", "torch adds 1e-6 to the norm by which it divides"),
     ("mean over micro-batches", "micro_mean", "loss_reduction", "differs if tokens are masked"),
     ("attention across documents", "0", "cross_document_attention", ""),
-    ("first validation", "1", "validation_at_start", "after the first update there, before it here"),
+    (
+        "first validation",
+        "1",
+        "validation_at_start",
+        "after the first update there, before it here",
+    ),
     ("exported weights", "average", "export_weights", "if there is an average"),
     ("sharding over all ranks", "3", "zero_stage", "weights, gradients and optimizer state"),
 )
@@ -63,7 +74,13 @@ class GuideRow:
     @property
     def cells(self) -> tuple[str, ...]:
         default = cell_text(default_words(self.flag)) if self.flag else ""
-        return self.option, *self.defaults, self.here, f"{default} {SAME}" if self.same else default, self.remark
+        return (
+            self.option,
+            *self.defaults,
+            self.here,
+            f"{default} {SAME}" if self.same else default,
+            self.remark,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,10 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def guides() -> tuple[Guide, Guide]:
     """Return both guides with current rows."""
-    fixed = [GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name]) for text, value, name, remark in FIXED]
+    fixed = [
+        GuideRow(text, (value,), f"`--{name}`", remark, FLAGS[name])
+        for text, value, name, remark in FIXED
+    ]
     levanter, known = {"Fixed there, a flag here": fixed}, by_name("Megatron-LM", "Levanter")
     for section, options in _options("levanter").items():
         levanter[section] = _merged(options, known)
@@ -100,7 +120,9 @@ def guides() -> tuple[Guide, Guide]:
     same = {}
     known = by_name("Fast-LLM")
     for section, options in _options("fast_llm").items():
-        same[section] = [name for name, default in options.items() if name not in known and _equal(name, default)]
+        same[section] = [
+            name for name, default in options.items() if name not in known and _equal(name, default)
+        ]
         others = {name: default for name, default in options.items() if name not in same[section]}
         fast_llm[section] = _merged(others, known)
     pages = ROOT / "docs"
@@ -124,14 +146,17 @@ def _equal(name: str, default: object) -> bool:
 
 
 def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[str, Row]]:
-    """Return the rows of a full name: those of its longest known suffix, or of the innermost known group."""
+    """Return the rows of a full name: those of its longest known suffix, or of the innermost known
+    group."""
     for end in suffixes(name):
         if end in known:
             return known[end]
         if end in SPELLINGS:
             return [("", Row((end,)))]
     cases = next(known[group] for group in reversed(name.split(".")) if group in known)
-    return [(case, row._replace(only=())) for case, row in cases]  # only the group itself takes these values
+    return [
+        (case, row._replace(only=())) for case, row in cases
+    ]  # only the group itself takes these values
 
 
 def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[GuideRow]:
@@ -147,19 +172,37 @@ def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[
             cell = "only " + " or ".join(f"`{value}`" for value in row.only)
         else:
             cell = cell_text(here or "refused")
-        derived = flag is not None and flag.default in (None, (), "auto") and default_words(flag) != "none"
+        derived = (
+            flag is not None
+            and flag.default in (None, (), "auto")
+            and default_words(flag) != "none"
+        )
         same = place == 0 and (name in SAME_DEFAULT or (derived and {*defaults} - {""} == {"none"}))
-        same = same and name not in ("lr_decay_iters", "zero_stage")  # none means something else in Fast-LLM
+        same = same and name not in (
+            "lr_decay_iters",
+            "zero_stage",
+        )  # none means something else in Fast-LLM
         yield GuideRow(option, defaults, cell, cell_text(row.remark), flag, same)
 
 
-def _merged(options: Mapping[str, object], known: Mapping[str, list[tuple[str, Row]]]) -> list[GuideRow]:
-    """Return the rows of options; adjacent ones without a flag here that differ only in their name are one row."""
-    rows = (row for name, default in options.items() for row in _rows(name, default, _cases(name, known)))
+def _merged(
+    options: Mapping[str, object], known: Mapping[str, list[tuple[str, Row]]]
+) -> list[GuideRow]:
+    """Return the rows of options; adjacent ones without a flag here that differ only in their name
+    are one row."""
+    rows = (
+        row
+        for name, default in options.items()
+        for row in _rows(name, default, _cases(name, known))
+    )
     found = []
-    for _, group in itertools.groupby(rows, key=lambda row: (row.option if row.flag else "", row.cells[1:])):
+    for _, group in itertools.groupby(
+        rows, key=lambda row: (row.option if row.flag else "", row.cells[1:])
+    ):
         first, *others = group
-        found.append(dataclasses.replace(first, option=", ".join(row.option for row in (first, *others))))
+        found.append(
+            dataclasses.replace(first, option=", ".join(row.option for row in (first, *others)))
+        )
     return found
 
 
@@ -176,9 +219,16 @@ def _section(guide: Guide, text: str) -> str:
     if guide.same.get(heading):
         names = ", ".join(f"`--{name}`" for name in guide.same[heading])
         lists = textwrap.fill(f"{LISTED} {names}.", 125, break_on_hyphens=False) + "\n\n"
-    models = ("gpt2", "llama") if heading == "Model" and guide.program == "Levanter" else ("default there",)
+    models = (
+        ("gpt2", "llama")
+        if heading == "Model" and guide.program == "Levanter"
+        else ("default there",)
+    )
     first = "Levanter" if guide.program == "Levanter" else "flag"
-    made = table((first, *models, "here", "default here", "remarks"), [row.cells for row in guide.rows[heading]])
+    made = table(
+        (first, *models, "here", "default here", "remarks"),
+        [row.cells for row in guide.rows[heading]],
+    )
     text = re.sub(rf"^{LISTED}.*?\n\n", "", text, flags=re.M | re.S)
     return re.sub(r"(^\|.*\n)+", lambda _: lists + made, text, count=1, flags=re.M)
 
@@ -196,7 +246,9 @@ def other_defaults() -> dict[str, str]:
                 shown = f"{text} ({model})" if model else text
                 found.setdefault(row.flag.name, {}).setdefault(guide.program, []).append(shown)
     return {
-        flag: "; ".join(f"{program}: {', '.join(dict.fromkeys(texts))}" for program, texts in programs.items())
+        flag: "; ".join(
+            f"{program}: {', '.join(dict.fromkeys(texts))}" for program, texts in programs.items()
+        )
         for flag, programs in found.items()
     }
 
@@ -241,7 +293,8 @@ The program answers each of them with a message. Names with the same meaning and
 
 
 def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
-    """Return the option table of one area. elsewhere: other programs' defaults by flag, where they differ."""
+    """Return the option table of one area. elsewhere: other programs' defaults by flag, where they
+    differ."""
     rows = [
         (
             f"`--{flag.name}`",
@@ -255,11 +308,15 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
         if flag.area == area
     ]
     head = ("flag", "default", "values", "also spelled", "meaning", "defaults elsewhere")
-    return table(head, [tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in rows])
+    return table(
+        head, [tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in rows]
+    )
 
 
 def _limits(flag: Flag) -> str:
-    word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[flag.kind.removeprefix("list of ")]
+    word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[
+        flag.kind.removeprefix("list of ")
+    ]
     text = ", ".join(flag.choices) or word + ("s" if flag.is_list else "")
     text += f" {limits(flag)}" if limits(flag) else ""
     also = ", ".join(f"{alias} = {value}" for alias, value in flag.value_aliases.items())
@@ -268,7 +325,10 @@ def _limits(flag: Flag) -> str:
 
 def refused_table() -> str:
     """Return the table of flags and values that are accepted only if they change nothing."""
-    rows = [(name, ", ".join(f"`{value}`" for value in row.only), row.remark) for name, row in refused().items()]
+    rows = [
+        (name, ", ".join(f"`{value}`" for value in row.only), row.remark)
+        for name, row in refused().items()
+    ]
     rows += [(typed, "nothing", reason) for typed, reason in other_programs().values.items()]
     cells = [(f"`--{name}`", accepted, cell_text(reason)) for name, accepted, reason in rows]
     return table(("flag", "accepted", "why no other value"), cells)
@@ -277,7 +337,10 @@ def refused_table() -> str:
 def instead_tables() -> Iterator[str]:
     """Yield a heading and a table for each program: its flags, with what to write instead."""
     for program in other_programs().programs:
-        rows = [(", ".join(f"`--{name}`" for name in names), cell_text(text)) for names, text in answers_for(program)]
+        rows = [
+            (", ".join(f"`--{name}`" for name in names), cell_text(text))
+            for names, text in answers_for(program)
+        ]
         yield f"### {program}\n"
         yield table(("flags", "answer"), rows)
 

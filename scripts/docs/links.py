@@ -9,14 +9,17 @@ from urllib.parse import urlsplit
 FENCE = re.compile(r"^[ >]*(```|~~~).*?^[ >]*\1[^\n]*$", re.M | re.S)
 _CODE = re.compile(r"(`+)[^`].*?\1", re.S)
 _LINK = re.compile(r"\]\(\s*<?([^)\s>]*)>?(?:\s+\"[^\"]*\")?\s*\)")
-_OTHER_LINKS = re.compile(r"(?:\b(?:src|srcset|href)=\"|^ *\[[^\]^]+\]:\s+<?|(?<!\()<(?=https?:))([^\s\">]+)", re.M)
+_OTHER_LINKS = re.compile(
+    r"(?:\b(?:src|srcset|href)=\"|^ *\[[^\]^]+\]:\s+<?|(?<!\()<(?=https?:))([^\s\">]+)", re.M
+)
 _HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)
 _ANCHOR = re.compile(r"<a +(?:id|name)=\"([^\"]+)\"")
 _NO_SPACE_OR_QUOTE = re.compile(r"[\w!#$%&'*+,./:;=?@~()-]+")
 
 
 def slug(heading: str) -> str:
-    """Return the anchor of a heading: its text in lower case, without punctuation, with a dash for each space."""
+    """Return the anchor of a heading: its text in lower case, without punctuation, with a dash for
+    each space."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", text).strip().lower()).replace(" ", "-")
 
@@ -59,4 +62,8 @@ def _is_address(target: str) -> bool:
     parts = urlsplit(target)
     host = parts.hostname or ""
     formed = _NO_SPACE_OR_QUOTE.fullmatch(target) is not None and target[-1] not in ".,;:"
-    return parts.scheme == "https" and re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host) is not None and formed
+    return (
+        parts.scheme == "https"
+        and re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host) is not None
+        and formed
+    )

@@ -38,7 +38,9 @@ def read_results(paths: Sequence[Path]) -> dict[str, collections.Counter[str]]:
             file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
             kinds = {child.tag for child in case}
             failed, skipped = bool(kinds & {"failure", "error"}), "skipped" in kinds
-            cases[file, case.attrib["name"]] = "failed" if failed else "skipped" if skipped else "passed"
+            cases[file, case.attrib["name"]] = (
+                "failed" if failed else "skipped" if skipped else "passed"
+            )
     results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for (file, name), result in cases.items():
         results[f"{file}::{name.partition('[')[0]}"][result] += 1
@@ -74,20 +76,34 @@ def render(cells: Mapping[int, str]) -> list[str]:
     ]
     for group, members in itertools.groupby(rows, key=lambda row: row.group):
         cells_of = [(str(row.number), row.fault, row.promise, cells[row.number]) for row in members]
-        lines += ["", f"**{group}**", "", *markdown_table(("", "fault", "promise", "tests"), cells_of)]
+        lines += [
+            "",
+            f"**{group}**",
+            "",
+            *markdown_table(("", "fault", "promise", "tests"), cells_of),
+        ]
     return lines
 
 
 def written_cells(page: str) -> dict[int, str]:
     """Return the last cell of each row on the page."""
-    return {int(number): cell for number, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.M)}
+    return {
+        int(number): cell
+        for number, cell in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.M)
+    }
 
 
 def main(argv: list[str]) -> int:
     """Write the page from result files, or check its rows; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="pytest results in JUnit format")
-    parser.add_argument("--check", action="store_true", help="only compare the rows with the catalogue")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="pytest results in JUnit format"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only compare the rows with the catalogue"
+    )
     options = parser.parse_args(argv)
     if options.check == bool(options.files):
         parser.error("give result files, or --check")
@@ -99,11 +115,19 @@ def main(argv: list[str]) -> int:
     else:
         results = read_results(options.files)
         for row in rows:
-            if row.number not in cells or not row.tests or any(name in results for name in row.tests):
+            if (
+                row.number not in cells
+                or not row.tests
+                or any(name in results for name in row.tests)
+            ):
                 cells[row.number] = outcome(row, results)
     writers = {"faults": lambda: render(cells)}
-    code = write_documents({TARGET: lambda page: with_tables(page, writers)}, options.check, COMMAND)
-    return code or int(any(cell.startswith("FAILED") for cell in cells.values()) and not options.check)
+    code = write_documents(
+        {TARGET: lambda page: with_tables(page, writers)}, options.check, COMMAND
+    )
+    return code or int(
+        any(cell.startswith("FAILED") for cell in cells.values()) and not options.check
+    )
 
 
 if __name__ == "__main__":

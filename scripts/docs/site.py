@@ -1,7 +1,7 @@
 """mkdocs hooks for the documentation site, named in mkdocs.yml.
 
-The documents are written for GitHub. The hooks add those outside docs/, and make links and anchors lead to the same
-places as on GitHub. A link to a file that has no page becomes plain text.
+The documents are written for GitHub. The hooks add those outside docs/, and make links and anchors
+lead to the same places as on GitHub. A link to a file that has no page becomes plain text.
 """
 
 import os
@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs imports t
 from scripts.docs.links import slug
 from scripts.docs.tables import ROOT
 
-OUTSIDE = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")} | {"README.md": "index.md"}
+OUTSIDE = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")} | {
+    "README.md": "index.md"
+}
 _FENCES = re.compile(r"(^[ >]*```.*?^[ >]*```[^\n]*$)", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -48,7 +50,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _rewritten(link: re.Match[str], source: str) -> str:
     mark, text, path, anchor = link.groups("")
     target = os.path.normpath(os.path.join(os.path.dirname(source), path))
-    place = OUTSIDE.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
+    place = OUTSIDE.get(
+        target, target.removeprefix("docs/") if target.startswith("docs/") else None
+    )
     if place is None:
         return text
     if source.startswith("docs/"):

@@ -24,14 +24,18 @@ STEPS, SWITCH = 4, 2  # iterations of a run, and those before it goes on in anot
 
 
 class Dimension(NamedTuple):
-    """A way in which layouts differ: how a table shows it, and values of its option, the first as on one rank."""
+    """A way in which layouts differ: how a table shows it, and values of its option, the first as
+    on one rank."""
 
     label: str
     values: tuple[str, ...]
-    keeps_bits: bool = False  # whether docs/parallelism.md promises the same bits at each value on the same ranks
+    keeps_bits: bool = (
+        False  # whether docs/parallelism.md promises the same bits at each value on the same ranks
+    )
 
 
-# All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions here.
+# All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions
+# here.
 LAYOUT: Mapping[str, Dimension] = MappingProxyType(
     {
         "pipeline_parallel": Dimension("P={}", ("1", "2", "3", "4"), True),
@@ -50,13 +54,18 @@ LAYOUT: Mapping[str, Dimension] = MappingProxyType(
         "num_weight_buffers": Dimension("W={}", ("none", "1", "2", "3"), True),
         "num_grad_buffers": Dimension("G={}", ("none", "1", "2", "3"), True),
         "recompute_layers": Dimension("R={}", ("0", "1", "2"), True),
-        "mlp_recompute_level": Dimension("MLP={}", ("none", "activation", "full", "activation,full:1"), True),
+        "mlp_recompute_level": Dimension(
+            "MLP={}", ("none", "activation", "full", "activation,full:1"), True
+        ),
     }
 )
 MICRO_BATCHES = ("depth_first_micro_batches", "breadth_first_micro_batches")
 OTHERS = ("freeze",)  # options that a restart may leave out
 EIGHT_BIT_OPTIONS = {"fp8", "int8"}
-REDUCES = ("zero_stage", "num_grad_buffers")  # change the sums of gradients that accumulate depth-first
+REDUCES = (
+    "zero_stage",
+    "num_grad_buffers",
+)  # change the sums of gradients that accumulate depth-first
 
 
 def flags_of(text: str) -> Flags:
@@ -81,7 +90,8 @@ FIXED = flags_of(
     "--startup_timeout=60 --save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
-# All that runs may have beside a layout; of each line a run has one, the first with less than the others.
+# All that runs may have beside a layout; of each line a run has one, the first with less than the
+# others.
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "family": (
@@ -89,7 +99,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--random_bias_init=1 --use_rotary_embeddings=1 --head_groups=2",
             f"{LLAMA} --head_groups=4 --tie_word_embeddings=0",
             f"{LLAMA} --head_groups=1 --tie_word_embeddings=0",
-            # Norms of queries and keys over 12 channels: over 4 they may divide by almost nothing, and so any rounding.
+            # Norms of queries and keys over 12 channels: over 4 they may divide by almost nothing,
+            # and so any rounding.
             f"{LLAMA} --head_groups=2 --qk_layernorm=1 --num_attention_heads=4",
         ),
         "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
@@ -99,7 +110,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "optimizer": ("", "--optimizer=muon", "--optimizer=lion", "--optimizer=sgd"),
         "frozen": (
-            *("", "--freeze=embedding", "--freeze=*.output.*", "--freeze=*.down.*", "--freeze=blocks.0,blocks.1"),
+            *(
+                "",
+                "--freeze=embedding",
+                "--freeze=*.output.*",
+                "--freeze=*.down.*",
+                "--freeze=blocks.0,blocks.1",
+            ),
             "--freeze=blocks.0.mlp,blocks.1.attention",
         ),
         "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
@@ -108,7 +125,12 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--ema_type=ema_decay_sqrt --ema_beta=0.5 --ema_switch_iter=2 --ema_decay_iters=3",
         ),
         "evaluation": ("", "--validation_iters=1 --validation_interval=1"),
-        "heads": ("", "--num_attention_heads=4", "--num_attention_heads=6", "--num_attention_heads=8"),
+        "heads": (
+            "",
+            "--num_attention_heads=4",
+            "--num_attention_heads=6",
+            "--num_attention_heads=8",
+        ),
         "head size": ("", "--kv_channels=6"),
         "layers": ("", "--num_layers=2", "--num_layers=3", "--num_layers=5"),
         "vocabulary": ("", "--vocab_size=64", "--make_vocab_size_divisible_by=8"),
@@ -120,7 +142,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "loss": ("", f"--loss_mask={MASK}", f"--loss_mask={MASK} --loss_reduction=micro_mean"),
         "tied": ("", "--tie_word_embeddings=1"),
         "clipping": (
-            *("", "--clip_grad=0", "--clip_grad=0.1", "--clip_grad_style=levanter", "--update_rms_clip=0.5"),
+            *(
+                "",
+                "--clip_grad=0",
+                "--clip_grad=0.1",
+                "--clip_grad_style=levanter",
+                "--update_rms_clip=0.5",
+            ),
             "--clip_update_norm_sigma=1 --clip_update_norm_window=2",
         ),
         "moments": ("", "--adam_nesterov=1", "--adamc_weight_decay=1"),
@@ -129,11 +157,34 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{
             flag.strip("-"): ("", flag)
             for flag in (
-                *("--truncate_documents=0", "--mask_document_starts=1", "--shuffle_documents=1", "--window_size=5"),
-                *("--logit_soft_cap=1", "--logit_z_loss=0.01", "--hybrid_norm=1", "--input_embedding_norm=1"),
-                *("--use_layer_norm_weight=0", "--zero_centered_normalization=1", "--rotary_percent=0.5"),
-                *("--scale_attn_by_inverse_layer_idx=1", "--add_qkv_biases=1", "--activation_type=squared_relu"),
-                *("--skip_bad_steps=1", "--lr=1e-2", "--full_precision_residual=1", "--full_precision_gradients=0"),
+                *(
+                    "--truncate_documents=0",
+                    "--mask_document_starts=1",
+                    "--shuffle_documents=1",
+                    "--window_size=5",
+                ),
+                *(
+                    "--logit_soft_cap=1",
+                    "--logit_z_loss=0.01",
+                    "--hybrid_norm=1",
+                    "--input_embedding_norm=1",
+                ),
+                *(
+                    "--use_layer_norm_weight=0",
+                    "--zero_centered_normalization=1",
+                    "--rotary_percent=0.5",
+                ),
+                *(
+                    "--scale_attn_by_inverse_layer_idx=1",
+                    "--add_qkv_biases=1",
+                    "--activation_type=squared_relu",
+                ),
+                *(
+                    "--skip_bad_steps=1",
+                    "--lr=1e-2",
+                    "--full_precision_residual=1",
+                    "--full_precision_gradients=0",
+                ),
                 *("--split_master_weights=1", "--store_frozen_weights_in_optimization_precision=0"),
                 *("--attention_softmax_in_fp32=1", "--async_checkpoint=1"),
             )
@@ -143,7 +194,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Layout(NamedTuple):
-    """A number of ranks, and flags that are not as on one rank; a Case has its options among them."""
+    """A number of ranks, and flags that are not as on one rank; a Case has its options among
+    them."""
 
     ranks: int
     flags: Flags
@@ -153,7 +205,8 @@ class Layout(NamedTuple):
         return {name: value for name, value in self.flags.items() if name in names}
 
     def exact(self, depth_first: bool = False) -> Layout:
-        """Return the layout without what keeps its bits. depth_first: whether gradients accumulate."""
+        """Return the layout without what keeps its bits. depth_first: whether gradients
+        accumulate."""
         free = {name for name, dimension in LAYOUT.items() if dimension.keeps_bits}
         free -= {*REDUCES} if depth_first else set()
         ranks = self.ranks // int(self.flags.get("pipeline_parallel", 1))
@@ -183,13 +236,22 @@ class Case(NamedTuple):
         return bool(EIGHT_BIT_OPTIONS & {*self.options})
 
     def parts(self, fixed: Flags) -> list[Part]:
-        """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of all runs."""
-        if self._averages and "allow_nondivisible_batch_size" in self.options and self.layout.kept(MICRO_BATCHES):
-            raise UsageError("the samples of a micro-batch depend on the ranks, and so do means of micro-batches")
+        """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of
+        all runs."""
+        if (
+            self._averages
+            and "allow_nondivisible_batch_size" in self.options
+            and self.layout.kept(MICRO_BATCHES)
+        ):
+            raise UsageError(
+                "the samples of a micro-batch depend on the ranks, and so do means of micro-batches"
+            )
         parts = self._parts(fixed)
         if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
             rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"
-            raise UsageError(f"--loss_reduction=micro_mean: {rule}; fewer are with --tensor_parallel")
+            raise UsageError(
+                f"--loss_reduction=micro_mean: {rule}; fewer are with --tensor_parallel"
+            )
         return parts
 
     def _parts(self, fixed: Flags) -> list[Part]:
@@ -203,29 +265,40 @@ class Case(NamedTuple):
     def reference(self, fixed: Flags) -> Case:
         """Return the run on one rank to compare with.
 
-        It evaluates at its end only, as evaluations change nothing. With 8 bits it has the same micro-batches, whose
-        magnitudes are scales. It restarts only if another layer trains then, or if micro-batches change.
+        It evaluates at its end only, as evaluations change nothing. With 8 bits it has the same
+        micro-batches, whose magnitudes are scales. It restarts only if another layer trains then,
+        or if micro-batches change.
         """
         options = dict(self.options)
         if "validation_interval" in options:
             options["validation_interval"] = str(STEPS)
         layouts = [self.layout] if self.then is None else [self.layout, self.then]
-        ones = [Layout(1, layout.kept((*MICRO_BATCHES, *OTHERS) if self._averages else OTHERS)) for layout in layouts]
+        ones = [
+            Layout(1, layout.kept((*MICRO_BATCHES, *OTHERS) if self._averages else OTHERS))
+            for layout in layouts
+        ]
         if self.in_8_bits:
             sizes = [str(part.config.batch.micro_batch_size) for part in self.parts(fixed)]
-            ones = [Layout(1, {**one.flags, "micro_batch_size": size}) for one, size in zip(ones, sizes, strict=True)]
+            ones = [
+                Layout(1, {**one.flags, "micro_batch_size": size})
+                for one, size in zip(ones, sizes, strict=True)
+            ]
         return Case(options, ones[0], None if ones[-1] == ones[0] else ones[-1])
 
     def twin(self, fixed: Flags) -> Case | None:
-        """Return the plainest run that must compute the same bits; None if it is this one, or there is none."""
+        """Return the plainest run that must compute the same bits; None if it is this one, or there
+        is none."""
         parts = self.parts(fixed)
         exact, last = (
-            _exact(parts[i].config, layout) for i, layout in ((0, self.layout), (-1, self.then or self.layout))
+            _exact(parts[i].config, layout)
+            for i, layout in ((0, self.layout), (-1, self.then or self.layout))
         )
         if exact is None or exact != last or (self.then is None and exact == self.layout):
             return None
         other = self.then.kept(OTHERS) if self.then else {}
-        twin = Case(self.options, exact, Layout(exact.ranks, {**exact.flags, **other}) if other else None)
+        twin = Case(
+            self.options, exact, Layout(exact.ranks, {**exact.flags, **other}) if other else None
+        )
         with contextlib.suppress(UsageError):  # ZeRO-3 may need a number of buffers
             return twin if twin != self and twin.parts(fixed) else None
         return None
@@ -233,7 +306,10 @@ class Case(NamedTuple):
     def command(self, fixed: Flags) -> str:
         """Return the command that runs this case alone. fixed: see `parts`."""
         words = [f"--device={fixed['device']}"] if fixed["device"] != "cpu" else []
-        words += [f"--ranks={self.layout.ranks}", f"--case={text_of({**self.options, **self.layout.flags})}"]
+        words += [
+            f"--ranks={self.layout.ranks}",
+            f"--case={text_of({**self.options, **self.layout.flags})}",
+        ]
         if self.then is not None:
             words.append(f"--then={self.then.ranks} {text_of(self.then.flags)}".strip())
         return shlex.join(["python", "scripts/prove_layouts.py", *words])
@@ -242,8 +318,8 @@ class Case(NamedTuple):
 def _exact(config: Config, layout: Layout) -> Layout | None:
     """Return the plain layout with the same bits; None if none has them.
 
-    All schedules of a pipeline but breadth-first add up the gradients of all micro-batches before they reduce them,
-    and the head's part of a tied gradient before the embedding's.
+    All schedules of a pipeline but breadth-first add up the gradients of all micro-batches before
+    they reduce them, and the head's part of a tied gradient before the embedding's.
     """
     depth = config.batch.depth_first_micro_batches or 1
     breadth = config.batch.breadth_first_micro_batches or 1
@@ -255,12 +331,19 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
             return None
         depth, breadth = 1, depth * breadth
         exact = layout.exact()
-    elif depth > 1 and exact.kept(REDUCES):  # a stage that shares no buffer adds up all its micro-batches first
+    elif depth > 1 and exact.kept(
+        REDUCES
+    ):  # a stage that shares no buffer adds up all its micro-batches first
         return None
     elif config.model.tie_word_embeddings and config.multi_stage.pipeline_placement == "loop":
         depth, breadth = 1, depth * breadth  # the embedding's part of a tied gradient comes last
-    numbers = dict(zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True))  # both: else a schedule changes sizes
-    return Layout(exact.ranks, {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers})
+    numbers = dict(
+        zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True)
+    )  # both: else a schedule changes sizes
+    return Layout(
+        exact.ranks,
+        {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers},
+    )
 
 
 def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
@@ -269,8 +352,14 @@ def case_of(flags: Flags, ranks: int, then: str | None) -> Case:
     options = layout.kept([name for name in flags if name not in LAYOUT])
     number, _, text = (then or "").partition(" ")
     if then and not number.isdecimal():
-        raise UsageError(f"--then={then}: begin with the number of ranks, as in --then='2 --zero_stage=3'")
-    return Case(options, Layout(ranks, layout.kept([*LAYOUT])), Layout(int(number), flags_of(text)) if then else None)
+        raise UsageError(
+            f"--then={then}: begin with the number of ranks, as in --then='2 --zero_stage=3'"
+        )
+    return Case(
+        options,
+        Layout(ranks, layout.kept([*LAYOUT])),
+        Layout(int(number), flags_of(text)) if then else None,
+    )
 
 
 def _part(options: Flags, layout: Layout) -> Part:
@@ -288,7 +377,9 @@ def _part(options: Flags, layout: Layout) -> Part:
 
 
 def _data_ranks(part: Part) -> int:
-    return part.ranks // (part.config.distributed.pipeline_parallel * part.config.distributed.tensor_parallel)
+    return part.ranks // (
+        part.config.distributed.pipeline_parallel * part.config.distributed.tensor_parallel
+    )
 
 
 @functools.cache

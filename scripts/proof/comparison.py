@@ -1,4 +1,5 @@
-"""Differences of runs, whether rounding explains them, and the smallest case with one that it does not."""
+"""Differences of runs, whether rounding explains them, and the smallest case with one that it does
+not."""
 
 from __future__ import annotations
 
@@ -25,24 +26,33 @@ class Limits(NamedTuple):
     norm: float
     gradient: float
     update: float
-    certain: float  # updates count only where the gradient is above this part of its largest element
+    certain: (
+        float  # updates count only where the gradient is above this part of its largest element
+    )
 
 
 EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
-FP32 = Limits(1e-6, 1e-5, 1e-4, 5e-4, 1e-3)  # losses as docs/parallelism.md promises, and what follows
-FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)  # one rank sums before it rounds, several round before they sum
+FP32 = Limits(
+    1e-6, 1e-5, 1e-4, 5e-4, 1e-3
+)  # losses as docs/parallelism.md promises, and what follows
+FP16 = Limits(
+    1e-3, 5e-3, 0.1, 0.1, 0.1
+)  # one rank sums before it rounds, several round before they sum
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
-# Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a sum near zero.
+# Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a
+# sum near zero.
 MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
-# With 8 bits, a sum in another order moves a few factors to the next number, and what follows moves others. How far is
-# measured: a second run on one rank has factors disturbed by this part of the largest, more than such a sum does.
+# With 8 bits, a sum in another order moves a few factors to the next number, and what follows moves
+# others. How far is measured: a second run on one rank has factors disturbed by this part of the
+# largest, more than such a sum does.
 DISTURBANCES = {"fp32": 2.0**-16, "fp16": 2.0**-11, "bf16": 2.0**-8}
 OF_DISTURBED = 6.0  # times what the disturbance changes: limits of numbers with 8 bits
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
 def limits_of(options: Flags) -> tuple[str, Limits]:
-    """Return the limits of runs with these options, and what they depend on; with 8 bits, those that always hold."""
+    """Return the limits of runs with these options, and what they depend on; with 8 bits, those
+    that always hold."""
     dtype, rule = options.get("training_dtype", "fp32"), options.get("optimizer", "adamw")
     limits, kind = {"fp32": FP32, "fp16": FP16, "bf16": BF16}[dtype], f"{dtype}, {rule}"
     if rule in ("muon", "lion"):
@@ -53,10 +63,11 @@ def limits_of(options: Flags) -> tuple[str, Limits]:
 
 
 def first_limits(case: Case) -> Limits | None:
-    """Return the limits of the first iteration with 8 bits and without tensor parallelism; None of another case.
+    """Return the limits of the first iteration with 8 bits and without tensor parallelism; None of
+    another case.
 
-    Until then both runs have the same weights and micro-batches, so every factor has the same bits, and only sums over
-    micro-batches and ranks may differ.
+    Until then both runs have the same weights and micro-batches, so every factor has the same bits,
+    and only sums over micro-batches and ranks may differ.
     """
     options = case.options
     if not case.in_8_bits or "tensor_parallel" in case.layout.flags:
@@ -86,21 +97,31 @@ class Difference(NamedTuple):
 def differences(
     steps: Sequence[Step], others: Sequence[Step], limits: Limits, first: Limits | None = None
 ) -> Iterator[Difference]:
-    """Yield every difference of a run to another one, in order. first: limits of the first iteration."""
+    """Yield every difference of a run to another one, in order. first: limits of the first
+    iteration."""
     before: tuple[Step, Step] | None = None
     later, first = limits, first or limits
     for step, other in zip(steps, others, strict=True):
         limits = first if step.iteration == 1 else later
         for what in step.numbers.keys() & other.numbers.keys():
-            limit = 0.0 if what.startswith(COUNTED) else limits.norm if what == "norm" else limits.loss
-            yield Difference(step.iteration, what, "", _relative(step.numbers[what], other.numbers[what]), limit)
-        largest = max((_size(value) for (kind, _), value in other.tensors.items() if kind == "gradients"), default=0.0)
+            limit = (
+                0.0 if what.startswith(COUNTED) else limits.norm if what == "norm" else limits.loss
+            )
+            yield Difference(
+                step.iteration, what, "", _relative(step.numbers[what], other.numbers[what]), limit
+            )
+        largest = max(
+            (_size(value) for (kind, _), value in other.tensors.items() if kind == "gradients"),
+            default=0.0,
+        )
         assert step.tensors.keys() == other.tensors.keys(), "the same parameters"
         for (kind, name), value in other.tensors.items():
             found, gradient = step.tensors[kind, name], other.tensors.get(("gradients", name))
             if limits == EXACT or before is None:
                 same = torch.equal(found.nan_to_num(7e9), value.nan_to_num(7e9))
-                yield Difference(step.iteration, kind, name, 0.0 if same else _error(found, value, 0.0), 0.0)
+                yield Difference(
+                    step.iteration, kind, name, 0.0 if same else _error(found, value, 0.0), 0.0
+                )
             elif not math.isfinite(other.numbers["norm"]):
                 continue  # the update was dropped, as all ranks agree
             elif gradient is None:
@@ -112,23 +133,36 @@ def differences(
             elif _size(gradient) > SMALL * largest:
                 certain = gradient.abs() > limits.certain * _size(gradient)
                 moved, wanted = (
-                    (after - run.before(kind, name))[certain] for after, run in zip((found, value), before, strict=True)
+                    (after - run.before(kind, name))[certain]
+                    for after, run in zip((found, value), before, strict=True)
                 )
                 error = float((moved - wanted).abs().sum() / wanted.abs().sum().clamp(min=1e-30))
-                yield Difference(step.iteration, f"update of the {kind}", name, error, limits.update)
+                yield Difference(
+                    step.iteration, f"update of the {kind}", name, error, limits.update
+                )
         before = (step, other)
 
 
-def moved_by(disturbed: Sequence[Step], others: Sequence[Step], limits: Limits) -> Callable[[Difference], float]:
+def moved_by(
+    disturbed: Sequence[Step], others: Sequence[Step], limits: Limits
+) -> Callable[[Difference], float]:
     """Return how far a disturbance has moved the number of a difference; 0 where nothing is known.
 
-    A single number may come back by chance: of losses the one that moved most counts, of all iterations, and a norm may
-    move as far as the gradients, taken as one vector.
+    A single number may come back by chance: of losses the one that moved most counts, of all
+    iterations, and a norm may move as far as the gradients, taken as one vector.
     """
-    every = [found for found in differences(disturbed, others, limits) if math.isfinite(found.error)]
-    parameters = {(found.step, found.what, found.name): found.error for found in every if found.name}
-    of_losses = max((found.error for found in every if not found.name and found.what != "norm"), default=0.0)
-    vectors = {step.iteration: _apart(step, other) for step, other in zip(disturbed, others, strict=True)}
+    every = [
+        found for found in differences(disturbed, others, limits) if math.isfinite(found.error)
+    ]
+    parameters = {
+        (found.step, found.what, found.name): found.error for found in every if found.name
+    }
+    of_losses = max(
+        (found.error for found in every if not found.name and found.what != "norm"), default=0.0
+    )
+    vectors = {
+        step.iteration: _apart(step, other) for step, other in zip(disturbed, others, strict=True)
+    }
 
     def measured(found: Difference) -> float:
         if found.name:
@@ -139,9 +173,12 @@ def moved_by(disturbed: Sequence[Step], others: Sequence[Step], limits: Limits) 
 
 
 def _apart(step: Step, other: Step) -> float:
-    """Return the distance of all gradients to those of another run, relative to these; 0 if it is not finite."""
+    """Return the distance of all gradients to those of another run, relative to these; 0 if it is
+    not finite."""
     gradients = {key: value for key, value in other.tensors.items() if key[0] == "gradients"}
-    apart = math.sqrt(sum(float((step.tensors[key] - value).square().sum()) for key, value in gradients.items()))
+    apart = math.sqrt(
+        sum(float((step.tensors[key] - value).square().sum()) for key, value in gradients.items())
+    )
     whole = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
     return apart / whole if 0 < whole < math.inf and apart < math.inf else 0.0
 
@@ -173,7 +210,8 @@ class Verdict:
 class Judge:
     """Runs cases beside those that they must agree with, and keeps the newest of these.
 
-    fixed: flags of all runs; one rank runs on the CPU whatever their device, so that a GPU is proved, too.
+    fixed: flags of all runs; one rank runs on the CPU whatever their device, so that a GPU is
+    proved, too.
     """
 
     def __init__(self, ranks: Ranks, fixed: Flags) -> None:
@@ -186,11 +224,17 @@ class Judge:
         try:
             steps = self._ranks.train(case.parts(self._fixed))
             for found in self._from_one_rank(case, steps):
-                verdict.worst[found.what] = max(verdict.worst.get(found.what, found), found, key=lambda one: one.error)
+                verdict.worst[found.what] = max(
+                    verdict.worst.get(found.what, found), found, key=lambda one: one.error
+                )
                 if found.is_beyond and not verdict.problem:
                     verdict.problem = f"not the numbers of one rank: {found}"
             if not verdict.problem and (twin := case.twin(self._fixed)) is not None:
-                beyond = (found for found in differences(steps, self._steps(twin), EXACT) if found.is_beyond)
+                beyond = (
+                    found
+                    for found in differences(steps, self._steps(twin), EXACT)
+                    if found.is_beyond
+                )
                 if (first := next(beyond, None)) is not None:
                     verdict.problem = f"not the bits of {twin.layout}: {first}"
                 verdict.twin = None if first else twin
@@ -217,14 +261,17 @@ class Judge:
         key = repr((case, disturbance, more))
         if key not in self._kept:
             parts = case.parts({**self._fixed, **more})
-            self._kept[key] = self._ranks.train([part._replace(disturbance=disturbance) for part in parts])
+            self._kept[key] = self._ranks.train(
+                [part._replace(disturbance=disturbance) for part in parts]
+            )
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
         return self._kept[key]
 
 
 def reduced(verdict: Verdict, judge: Callable[[Case], Verdict]) -> Verdict:
-    """Return the verdict on a case that still fails, but without any rank, flag or restart fewer."""
+    """Return the verdict on a case that still fails, but without any rank, flag or restart
+    fewer."""
     case, last = verdict.case, verdict
     flags = [("layout", *pair) for pair in case.layout.flags.items()]
     flags += [("options", *pair) for pair in case.options.items()]
@@ -232,10 +279,15 @@ def reduced(verdict: Verdict, judge: Callable[[Case], Verdict]) -> Verdict:
 
     def fails(units: Sequence[tuple[str, str, str]]) -> bool:
         nonlocal last
-        options, layout = ({name: value for kind, name, value in units if kind == own} for own in ("options", "layout"))
+        options, layout = (
+            {name: value for kind, name, value in units if kind == own}
+            for own in ("options", "layout")
+        )
         ranks = 1 + sum(kind == "rank" for kind, _, _ in units)
         try:
-            found = judge(Case(options, Layout(ranks, layout), case.then if {*then} & {*units} else None))
+            found = judge(
+                Case(options, Layout(ranks, layout), case.then if {*then} & {*units} else None)
+            )
         except UsageError:
             return False
         last = found if found.problem else last
@@ -246,7 +298,8 @@ def reduced(verdict: Verdict, judge: Callable[[Case], Verdict]) -> Verdict:
 
 
 def smallest(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool]) -> list[Unit]:
-    """Return units none of which can be left out, or `fails` is no longer true (Zeller 1999, without complements)."""
+    """Return units none of which can be left out, or `fails` is no longer true (Zeller 1999,
+    without complements)."""
     kept, size = [*units], math.ceil(len(units) / 2)
     while size and kept:
         start, left_out = 0, False

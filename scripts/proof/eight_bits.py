@@ -1,15 +1,18 @@
-"""Checks of 8-bit scales, rounding and products that hold to the bit in every layout, without one to compare with.
+"""Checks of 8-bit scales, rounding and products that hold to the bit in every layout, without one
+to compare with.
 
-In each rank, every product of rounded factors is computed again: each factor is rounded by a search among the numbers
-of its format, and the result lies within the rounding of a sum in fp32. A *use* tells the largest magnitudes of a
-factor as its rank has it, and the scale that it was rounded with. Uses of all ranks say what each scale must be:
+In each rank, every product of rounded factors is computed again: each factor is rounded by a search
+among the numbers of its format, and the result lies within the rounding of a sum in fp32. A *use*
+tells the largest magnitudes of a factor as its rank has it, and the scale that it was rounded with.
+Uses of all ranks say what each scale must be:
 
     tensorwise   the largest magnitude of the whole factor, over tensor-parallel ranks, by the largest of the format
     rowwise      the same by row
     delayed      the largest magnitudes of all ranks and micro-batches in the last `--amax_history_length` iterations;
                  1 in the first. The scale of a frozen weight is that of "tensorwise"
 
-The random rounding of --int8 is to the nearest here, as its noise depends on the layout, as dropout does.
+The random rounding of --int8 is to the nearest here, as its noise depends on the layout, as dropout
+does.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from megatron_lite.kernels.eight_bit import GRADIENT, INPUT, WEIGHT, EightBit, R
 
 KINDS = ("input", "weight", "gradient")
 DIMENSIONS = ("ti", "oi", "to")  # of these
-OF_SUM = 2.0**-23  # each addition in fp32 rounds by half of this; those of a sum in blocks and its scales by less
+OF_SUM = (
+    2.0**-23
+)  # each addition in fp32 rounds by half of this; those of a sum in blocks and its scales by less
 OF_UNITS = 2.0**-12  # those of a GPU's units, which add fp8 products with fewer bits
 
 
@@ -47,7 +52,9 @@ class Use(NamedTuple):
     fault: str  # what is wrong in this rank already
 
 
-Factors = tuple[Any, tuple[Tensor, int, str], tuple[Tensor, int, str]]  # weight; two of values, kind, over
+Factors = tuple[
+    Any, tuple[Tensor, int, str], tuple[Tensor, int, str]
+]  # weight; two of values, kind, over
 
 
 def _of_forward(x: Any, weight: Any, bias: Any) -> Factors:
@@ -63,22 +70,28 @@ def _of_weight_gradient(weight: Any, dy: Tensor, x: Tensor) -> Factors:
 
 
 class Recorder:
-    """Uses of this process since the last `taken`; changes the functions of 8-bit products when it is made.
+    """Uses of this process since the last `taken`; changes the functions of 8-bit products when it
+    is made.
 
-    disturbance: noise in factors before they are rounded, by their largest magnitude; uses then tell nothing.
+    disturbance: noise in factors before they are rounded, by their largest magnitude; uses then
+    tell nothing.
     """
 
     disturbance = 0.0
 
     def __init__(self) -> None:
         self._uses, self._dice = list[Use](), torch.Generator().manual_seed(0)
-        self._factors: list[tuple[EightBit, bool, Tensor, int, str]] = []  # of the product that runs now
+        self._factors: list[
+            tuple[EightBit, bool, Tensor, int, str]
+        ] = []  # of the product that runs now
         self._record("_forward", _of_forward)
         self._record("_input_gradient", _of_input_gradient)
         self._record("_add_weight_gradient", _of_weight_gradient)
         round_values, multiply = eight_bit.round_values, eight_bit.multiply
 
-        def to_nearest(values: Tensor, scale: Tensor, dtype: torch.dtype, seed: Any = None, *more: Any) -> Tensor:
+        def to_nearest(
+            values: Tensor, scale: Tensor, dtype: torch.dtype, seed: Any = None, *more: Any
+        ) -> Tensor:
             if self.disturbance and not values.is_meta:
                 noise = torch.empty_like(values).uniform_(-1, 1, generator=self._dice)
                 values = values + noise * values.abs().amax() * self.disturbance
@@ -117,19 +130,25 @@ class Recorder:
         for rounded, (layer, frozen, values, kind, over) in zip((a, b), factors, strict=True):
             largest = values.abs().amax(1 if layer.recipe.by_row else (0, 1))
             magnitudes, scale = (
-                each.detach().float().flatten().cpu().numpy().copy() for each in (largest, rounded.scale)
+                each.detach().float().flatten().cpu().numpy().copy()
+                for each in (largest, rounded.scale)
             )
             fault = of_product or _fault_of_rounding(rounded, layer, values, kind)
             trains = layer._seed is not None
-            self._uses.append(Use(layer.name, kind, over, layer._split, frozen, trains, magnitudes, scale, fault))
+            self._uses.append(
+                Use(layer.name, kind, over, layer._split, frozen, trains, magnitudes, scale, fault)
+            )
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a format that are nearest to fp32 values, fp32: of two the one whose last bit is 0."""
+    """Return the numbers of a format that are nearest to fp32 values, fp32: of two the one whose
+    last bit is 0."""
     if dtype == torch.int8:
         return values.round().clamp(-127, 127)
     numbers = torch.finfo(dtype)
-    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, not above the value
+    power = (values.view(torch.int32) & 0x7F800000).view(
+        torch.float32
+    )  # of two, not above the value
     step = power.clamp_(min=numbers.smallest_normal).mul_(numbers.eps)
     return (values / step).round_().mul_(step).clamp_(-numbers.max, numbers.max)
 
@@ -141,7 +160,11 @@ def _fault_of_rounding(rounded: Rounded, layer: EightBit, values: Tensor, kind: 
     ratios = values.detach().float() / rounded.scale.float()
     wrong = (nearest(ratios, dtype) != rounded.numbers.float()) & ratios.isfinite()
     count = int(wrong.sum())
-    return f"has {count} of {wrong.numel()} numbers that are not its values by its scale" if count else ""
+    return (
+        f"has {count} of {wrong.numel()} numbers that are not its values by its scale"
+        if count
+        else ""
+    )
 
 
 def _fault_of_product(a: Rounded, b: Rounded, result: Tensor) -> str:
@@ -154,13 +177,15 @@ def _fault_of_product(a: Rounded, b: Rounded, result: Tensor) -> str:
     return "" if bool(within.all()) else "has a product that is not that of its numbers"
 
 
-# -- what scales must be -----------------------------------------------------------------------------------------------
+# -- what scales must be
+# -----------------------------------------------------------------------------------------------
 
 Place = tuple[str, int]  # layer, kind
 
 
 class Scales:
-    """The scales that a run must have, from its uses, iteration by iteration, also across restarts."""
+    """The scales that a run must have, from its uses, iteration by iteration, also across
+    restarts."""
 
     def __init__(self) -> None:
         self._histories = defaultdict[Place, list[np.float32]](list)
@@ -169,7 +194,8 @@ class Scales:
     def fault(self, config: Config, ranks: Sequence[Sequence[Use]], ends_iteration: bool) -> str:
         """Return what is wrong with the uses of an iteration or evaluation; empty: nothing.
 
-        ranks: the uses of each rank, in order. ends_iteration: its magnitudes count from the next one on.
+        ranks: the uses of each rank, in order. ends_iteration: its magnitudes count from the next
+        one on.
         """
         tensor = config.distributed.tensor_parallel
         for first in range(0, len(ranks), tensor):  # tensor-parallel ranks are neighbours
@@ -181,7 +207,9 @@ class Scales:
                 if fault := self._fault_of(config, [each for each in alike if each is not None]):
                     return fault
         if ends_iteration and config.performance.fp8 == "delayed":
-            self._end_iteration(config.performance.amax_history_length, [use for uses in ranks for use in uses])
+            self._end_iteration(
+                config.performance.amax_history_length, [use for uses in ranks for use in uses]
+            )
         return ""
 
     def _fault_of(self, config: Config, uses: Sequence[Use]) -> str:
@@ -200,12 +228,16 @@ class Scales:
         """Return the scales of a factor on each tensor-parallel rank."""
         use, performance = uses[0], config.performance
         if performance.fp8 == "delayed" and not (use.kind == WEIGHT and use.frozen):
-            return [np.full(1, self._delayed.get((use.layer, use.kind), 1.0), np.float32)] * len(uses)
+            return [np.full(1, self._delayed.get((use.layer, use.kind), 1.0), np.float32)] * len(
+                uses
+            )
         by_row = performance.int8 or performance.fp8 == "rowwise"
         largest = [each.largest for each in uses]
         if use.split in (use.over if by_row else DIMENSIONS[use.kind]):
             largest = [np.maximum.reduce(largest)] * len(uses)
-        return [np.maximum(each / _largest(config, use.kind), np.float32(2.0**-100)) for each in largest]
+        return [
+            np.maximum(each / _largest(config, use.kind), np.float32(2.0**-100)) for each in largest
+        ]
 
     def _end_iteration(self, length: int, uses: Iterable[Use]) -> None:
         seen = defaultdict[Place, np.float32](np.float32)

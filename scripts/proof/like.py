@@ -16,13 +16,25 @@ from scripts.proof.ranks import MASK
 
 AREAS = ("model", "optimizer", "averaging", "performance", "multi_stage")
 OTHERS = (
-    *("training_dtype", "loss_reduction", "logit_z_loss", "cross_document_attention", "truncate_documents"),
+    *(
+        "training_dtype",
+        "loss_reduction",
+        "logit_z_loss",
+        "cross_document_attention",
+        "truncate_documents",
+    ),
     *("reset_position_ids", "mask_document_starts", "shuffle_documents"),
 )
 # Sizes, and choices for a device.
 LEFT_OUT = (
     *(*SIZES, "kv_channels", "max_position_embeddings", "rope_original_max_position_embeddings"),
-    *("init_method_std", "adam_eps", "weight_decay_modules", "cross_entropy_splits", "throttle_cpu"),
+    *(
+        "init_method_std",
+        "adam_eps",
+        "weight_decay_modules",
+        "cross_entropy_splits",
+        "throttle_cpu",
+    ),
     *("enable_triton_kernels", "cpu_matmul", "attention_backend", "cross_entropy_impl"),
 )
 DROPOUT = ("attention_dropout", "hidden_dropout", "embedding_dropout")
@@ -44,8 +56,12 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
     layout = {name: values[name] for name in LAYOUT if name in changed and values[name] != "auto"}
     several = [name for name in ("pipeline_parallel", "tensor_parallel") if name in layout]
     for name in several:
-        layout[name] = min(layout[name], most_ranks if len(several) == 1 else math.isqrt(most_ranks))
-    remarks = ["dropout is 0, because its masks depend on the layout"] if {*DROPOUT} & {*changed} else []
+        layout[name] = min(
+            layout[name], most_ranks if len(several) == 1 else math.isqrt(most_ranks)
+        )
+    remarks = (
+        ["dropout is 0, because its masks depend on the layout"] if {*DROPOUT} & {*changed} else []
+    )
     small = {name: int(value) for name, value in SIZES.items() if name != "batch_size"}
     for found, before, ranks in ((options, small, 1), (layout, {**small, **options}, most_ranks)):
         while problems := examine(unflatten({**before, **found}), ranks)[1]:
@@ -54,13 +70,15 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
                 break
             remarks.append(f"left out --{wrong}={written(found.pop(wrong))}: {problems[0].message}")
     own, split = (
-        {name: written(value).replace(" ", ",") for name, value in some.items()} for some in (options, layout)
+        {name: written(value).replace(" ", ",") for name, value in some.items()}
+        for some in (options, layout)
     )
     return Case(own, Layout(most_ranks, split)), remarks
 
 
 def _sizes(asked: Draft) -> dict[str, Any]:
-    """Return small sizes with the ratios of the command's: groups of heads, MLP, window; and other small values."""
+    """Return small sizes with the ratios of the command's: groups of heads, MLP, window; and other
+    small values."""
     heads = asked.num_attention_heads
     hidden = asked.hidden_size
     found = dict[str, Any]()
@@ -83,7 +101,9 @@ def _sizes(asked: Draft) -> dict[str, Any]:
         found["loss_mask"] = (MASK,)
     for name in ("freeze", "lr_scales"):
         if patterns := getattr(asked, name):
-            found[name] = tuple(re.sub(r"(?<=blocks\.)\d+", _own_block, pattern) for pattern in patterns)
+            found[name] = tuple(
+                re.sub(r"(?<=blocks\.)\d+", _own_block, pattern) for pattern in patterns
+            )
     return found
 
 

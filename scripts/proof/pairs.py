@@ -1,9 +1,9 @@
 """Cases in which every two values meet: a covering array, made row by row.
 
-A *factor* is something that cases differ in; a *row* has its value for each factor, or else its first one. What fits
-together only the program's validation of the whole configuration knows, so rows are grown by asking it. Each begins
-with two values that have not met, and then takes for each factor the value that meets most others for the first time
-(Cohen et al. 1997, "The AETG System").
+A *factor* is something that cases differ in; a *row* has its value for each factor, or else its
+first one. What fits together only the program's validation of the whole configuration knows, so
+rows are grown by asking it. Each begins with two values that have not met, and then takes for each
+factor the value that meets most others for the first time (Cohen et al. 1997, "The AETG System").
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ MADE: Mapping[Value, Row] = {
         "zero_stage": "--zero_stage=2",
     },
 }
-# Values of one step of a row: rounding hides least in the first, and rows of one rank have no layout.
+# Values of one step of a row: rounding hides least in the first, and rows of one rank have no
+# layout.
 WEIGHTS: Mapping[str, Sequence[float]] = {
     RANKS: (1, 2, 2, 5),
     "dtype": (4, 2, 2),
@@ -55,14 +56,20 @@ MORE_RANKS = (6, 8, 12, 16)  # on which layouts are tried that do not fit
 
 
 def factors_of(most_ranks: int, choices: Sequence[Flags]) -> dict[str, tuple[str, ...]]:
-    """Return the values of each factor, first those of one rank and no options. choices: options instead of OPTIONS."""
+    """Return the values of each factor, first those of one rank and no options. choices: options
+    instead of OPTIONS."""
     dimensions = {name: dimension.values for name, dimension in LAYOUT.items()}
     del dimensions["pipeline_schedule"], dimensions["pipeline_placement"]
     orders = [f"--pipeline_schedule={name}" for name in PIPELINE_SCHEDULES]
-    orders += [f"--pipeline_schedule=breadth_first --pipeline_placement={name}" for name in ("loop", "v")]
+    orders += [
+        f"--pipeline_schedule=breadth_first --pipeline_placement={name}" for name in ("loop", "v")
+    ]
     return {
         RANKS: tuple(map(str, range(1, most_ranks + 1))),
-        **{name: ("", *(f"--{name}={value}" for value in values[1:])) for name, values in dimensions.items()},
+        **{
+            name: ("", *(f"--{name}={value}" for value in values[1:]))
+            for name, values in dimensions.items()
+        },
         "order": ("", *orders),
         REPLICAS: ("", TWO, AGAIN),
         RESTART: ("", "same bits", "other layout", *([] if choices else [THAWED])),
@@ -71,7 +78,8 @@ def factors_of(most_ranks: int, choices: Sequence[Flags]) -> dict[str, tuple[str
 
 
 class Coverage(NamedTuple):
-    """Pairs of values by what became of them; the reason why it was refused is with each that was."""
+    """Pairs of values by what became of them; the reason why it was refused is with each that
+    was."""
 
     met: int
     refused: Mapping[Pair, str]
@@ -88,22 +96,31 @@ class Coverage(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         refused = {_text(pair): reason for pair, reason in self.refused.items()}
-        others = {"impossible": [*map(_text, self.needs_ranks)], "missed": [*map(_text, self.missed)]}
+        others = {
+            "impossible": [*map(_text, self.needs_ranks)],
+            "missed": [*map(_text, self.missed)],
+        }
         return {"met": self.met, "refused": refused, **others}
 
 
 def _text(pair: Pair) -> str:
-    return " + ".join(value if value.startswith("--") else f"{name}={value or 'none'}" for name, value in pair)
+    return " + ".join(
+        value if value.startswith("--") else f"{name}={value or 'none'}" for name, value in pair
+    )
 
 
 class Pairs:
     """Rows of factors in which pairs meet. refusal: see `Refusal`."""
 
-    def __init__(self, factors: Mapping[str, tuple[str, ...]], refusal: Refusal, dice: random.Random) -> None:
+    def __init__(
+        self, factors: Mapping[str, tuple[str, ...]], refusal: Refusal, dice: random.Random
+    ) -> None:
         self._factors = factors
         self._refusal = refusal
         self._dice = dice
-        self._flags = {name: {*re.findall(r"--\w+", " ".join(values))} for name, values in factors.items()}
+        self._flags = {
+            name: {*re.findall(r"--\w+", " ".join(values))} for name, values in factors.items()
+        }
         self._unmet: dict[Pair, None] = {
             ((one, value), (other, another)): None
             for one, other in itertools.combinations(factors, 2)
@@ -112,7 +129,9 @@ class Pairs:
         }
         self._met = 0
         # The plainest row found with a value.
-        self._fitting = {value: {**row, **dict([value])} for value, row in MADE.items() if value[0] in factors}
+        self._fitting = {
+            value: {**row, **dict([value])} for value, row in MADE.items() if value[0] in factors
+        }
         self._rows = Counter[Value]()  # so far, with a value
         self._refused = dict[Pair, str]()
         self._needs_ranks = list[Pair]()
@@ -121,7 +140,9 @@ class Pairs:
         """Return the next row."""
         given = self._seed()
         first = [name for name in WEIGHTS if name in self._factors]
-        layout = [name for name in self._factors if name in LAYOUT or name in ("order", REPLICAS, RESTART)]
+        layout = [
+            name for name in self._factors if name in LAYOUT or name in ("order", REPLICAS, RESTART)
+        ]
         others = [name for name in self._factors if name not in (*first, *layout)]
         for some in (layout, others):
             self._dice.shuffle(some)
@@ -147,7 +168,8 @@ class Pairs:
                 self._met += 1
 
     def coverage(self) -> Coverage:
-        """Return what became of all pairs. Of few that are left it finds out which have no row; many are missed."""
+        """Return what became of all pairs. Of few that are left it finds out which have no row;
+        many are missed."""
         few = len(self._unmet) <= FEW
         missed = [pair for pair in [*self._unmet] if not few or self._joined(pair) is not None]
         return Coverage(self._met, self._refused, self._needs_ranks, missed)
@@ -166,9 +188,13 @@ class Pairs:
         values = [*self._factors[name]]
         if name in WEIGHTS and len(WEIGHTS[name]) == len(values):
             weights = WEIGHTS[name]
-            return sorted(values, key=lambda value: -(self._dice.random() ** (1 / weights[values.index(value)])))
+            return sorted(
+                values,
+                key=lambda value: -(self._dice.random() ** (1 / weights[values.index(value)])),
+            )
         gains = {
-            value: sum(self._pair((name, value), other) in self._unmet for other in decided.items()) for value in values
+            value: sum(self._pair((name, value), other) in self._unmet for other in decided.items())
+            for value in values
         }
         if not any(gains.values()) and self._dice.random() < (0.5 if name in LAYOUT else 0.9):
             return values[:1]
@@ -196,7 +222,11 @@ class Pairs:
         return None
 
     def _shown(self, row: Row, fixed: Row) -> Row:
-        return {name: value for name, value in row.items() if name in fixed or not self._is_first(name, value)}
+        return {
+            name: value
+            for name, value in row.items()
+            if name in fixed or not self._is_first(name, value)
+        }
 
     def _with(self, value: Value) -> Row:
         """Return a row with a value; one without what it needs if none is found."""
@@ -210,22 +240,30 @@ class Pairs:
         return self._fitting[value]
 
     def _plainest(self, row: Row, fixed: Row) -> Row:
-        """Return the row with the first values that do, but the fixed ones: they leave most room for others."""
+        """Return the row with the first values that do, but the fixed ones: they leave most room
+        for others."""
         numbers = [row[RANKS]] if RANKS in fixed else [*self._factors[RANKS], row.get(RANKS, "1")]
         for name in sorted(row.keys() - {*fixed, RANKS}):
             values = (*self._factors[name], row[name])
-            plainer = ({**row, RANKS: number, name: value} for value in values for number in numbers)
+            plainer = (
+                {**row, RANKS: number, name: value} for value in values for number in numbers
+            )
             row = next(tried for tried in plainer if tried == row or not self._refusal(tried))
         fewer = ({**row, RANKS: number} for number in numbers)
         return next(tried for tried in fewer if tried == row or not self._refusal(tried))
 
-    def _changed(self, row: Row, fixed: Row, ranks: Iterable[str], tries: int = TRIES) -> tuple[Row, str]:
-        """Change a row at random, but not the fixed values, until it is not refused; return it, and why it still is."""
+    def _changed(
+        self, row: Row, fixed: Row, ranks: Iterable[str], tries: int = TRIES
+    ) -> tuple[Row, str]:
+        """Change a row at random, but not the fixed values, until it is not refused; return it, and
+        why it still is."""
         first = row
         numbers = [""] if RANKS in fixed else [*ranks]
         reason = ""
         others = [name for name in self._factors if name not in (*fixed, RANKS)]
-        steps = list[Value]()  # one change of what the first refusals name, each once before changes at random
+        steps = list[
+            Value
+        ]()  # one change of what the first refusals name, each once before changes at random
         for attempt in itertools.count():
             found = ""
             for number in numbers:
@@ -268,7 +306,9 @@ class Draws:
         fixed: flags of all runs.
     """
 
-    def __init__(self, seed: int | str, most_ranks: int, choices: Sequence[Flags], fixed: Flags) -> None:
+    def __init__(
+        self, seed: int | str, most_ranks: int, choices: Sequence[Flags], fixed: Flags
+    ) -> None:
         self._dice = random.Random(seed)
         self._fixed = fixed
         self._most_ranks = most_ranks
@@ -287,7 +327,9 @@ class Draws:
             if self._accepts(case):
                 self._pairs.meet(row)
                 return self._restarted(case, row[RESTART]) if row.get(RESTART) else case
-        raise UsageError("no layout of these options was found; give more --ranks, or fewer options")
+        raise UsageError(
+            "no layout of these options was found; give more --ranks, or fewer options"
+        )
 
     def coverage(self) -> Coverage:
         """Return what became of all pairs so far."""
@@ -328,12 +370,18 @@ class Draws:
         assert case.then is not None
         for _ in range(30):
             dimensions = (pair for pair in LAYOUT.items() if self._dice.random() < 0.4)
-            drawn = {name: self._dice.choice(dimension.values[1:]) for name, dimension in dimensions}
-            other = Layout(self._dice.randint(1, self._most_ranks), {**drawn, **case.then.kept(OTHERS)})
+            drawn = {
+                name: self._dice.choice(dimension.values[1:]) for name, dimension in dimensions
+            }
+            other = Layout(
+                self._dice.randint(1, self._most_ranks), {**drawn, **case.then.kept(OTHERS)}
+            )
             if restart == "same bits":
                 exact = case.layout.exact()
                 kept = {name: drawn[name] for name in drawn if LAYOUT[name].keeps_bits}
-                other = Layout(exact.ranks * int(kept.get("pipeline_parallel", 1)), {**exact.flags, **kept})
+                other = Layout(
+                    exact.ranks * int(kept.get("pipeline_parallel", 1)), {**exact.flags, **kept}
+                )
             changed = case._replace(then=other)
             if other.ranks <= self._most_ranks and self._accepts(changed):
                 return changed
@@ -341,10 +389,17 @@ class Draws:
 
 
 def _check_replicas(wanted: str, layout: Layout) -> None:
-    """Raise UsageError unless the layout has several replicas of several ranks, and if wanted several reductions."""
-    number = {name: int(layout.flags.get(name, "1")) for name in LAYOUT if layout.flags.get(name, "1").isdecimal()}
+    """Raise UsageError unless the layout has several replicas of several ranks, and if wanted
+    several reductions."""
+    number = {
+        name: int(layout.flags.get(name, "1"))
+        for name in LAYOUT
+        if layout.flags.get(name, "1").isdecimal()
+    }
     replicas = layout.ranks // (number["pipeline_parallel"] * number["tensor_parallel"]) // 2
     if wanted and not (number["data_parallel_shard"] == 2 and replicas > 1):
         raise UsageError("--data_parallel_shard=2: there are no two replicas")
-    if wanted == AGAIN and not (number["depth_first_micro_batches"] > 1 and number["zero_stage"] > 1):
+    if wanted == AGAIN and not (
+        number["depth_first_micro_batches"] > 1 and number["zero_stage"] > 1
+    ):
         raise UsageError("--depth_first_micro_batches, --zero_stage: each stage is reduced once")

@@ -1,4 +1,5 @@
-"""Processes that live on, train one short run after the other as the program does, and tell every number of it."""
+"""Processes that live on, train one short run after the other as the program does, and tell every
+number of it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ MASK = "mask"
 RUN = "run"
 COUNTED = "counted"  # begins the names of numbers that no rounding changes
 Prepare = Callable[[], None]
-Piece = tuple[str, str, int, Tile, Any]  # kind, parameter, elements of the whole, place of these, numpy array
+Piece = tuple[
+    str, str, int, Tile, Any
+]  # kind, parameter, elements of the whole, place of these, numpy array
 
 
 class Told(NamedTuple):
@@ -64,14 +67,18 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Numbers of an iteration, or of a start: gradients before the update, weights and averages after it."""
+    """Numbers of an iteration, or of a start: gradients before the update, weights and averages
+    after it."""
 
     iteration: int
-    numbers: dict[str, float]  # loss, norm of the gradient, what is counted, and losses of an evaluation after it
+    numbers: dict[
+        str, float
+    ]  # loss, norm of the gradient, what is counted, and losses of an evaluation after it
     tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
 
     def before(self, kind: str, name: str) -> Tensor:
-        """Return what an update changes: of an average that begins when a layer is thawed, the weights."""
+        """Return what an update changes: of an average that begins when a layer is thawed, the
+        weights."""
         return self.tensors.get((kind, name), self.tensors["weights", name])
 
 
@@ -80,14 +87,17 @@ class BrokenRunError(Exception):
 
 
 class Ranks:
-    """Processes, each started once; use them in a `with` block. prepare: called in each at its start, for tests."""
+    """Processes, each started once; use them in a `with` block. prepare: called in each at its
+    start, for tests."""
 
     def __init__(self, device: str = "cpu", prepare: Prepare | None = None) -> None:
         self._folder, self._runs = tempfile.mkdtemp(prefix="prove_layouts_"), 0
         _write_data(self._folder)
         # Imports may look for GPUs, and then a fork cannot use them.
         context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-        context.set_forkserver_preload(["scripts.proof.ranks", "torch.fx.experimental.symbolic_shapes"])
+        context.set_forkserver_preload(
+            ["scripts.proof.ranks", "torch.fx.experimental.symbolic_shapes"]
+        )
         begin = functools.partial(_begin, self._folder, prepare)
         self._new = functools.partial(ProcessPoolExecutor, 1, context, begin)
         self._processes: list[ProcessPoolExecutor] = []
@@ -105,8 +115,8 @@ class Ranks:
 
         Raises:
             UsageError: if the program refuses the options.
-            BrokenRunError: if a rank fails, if two have different copies of what they hold alike, or if a part does
-                not start with what the part before has saved.
+            BrokenRunError: if a rank fails, if two have different copies of what they hold alike,
+                or if a part does not start with what the part before has saved.
         """
         shutil.rmtree(f"{self._folder}/{RUN}", ignore_errors=True)
         steps: list[Step] = []
@@ -125,15 +135,21 @@ class Ranks:
         self._runs += 1
         self._processes += [self._new() for _ in range(len(self._processes), part.ranks)]
         store = f"{self._folder}/{self._runs}"
-        futures = [self._processes[rank].submit(_train, part, rank, store) for rank in range(part.ranks)]
+        futures = [
+            self._processes[rank].submit(_train, part, rank, store) for rank in range(part.ranks)
+        ]
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):  # which follows from another
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, PeerError)
+        ):  # which follows from another
             if isinstance(error, BrokenProcessPool):
                 self._processes = []  # a dead one serves no further run
             if isinstance(error, UsageError):
                 raise error
-            raise BrokenRunError("".join([f"{error}\n", *traceback.format_exception(error)])) from None
+            raise BrokenRunError(
+                "".join([f"{error}\n", *traceback.format_exception(error)])
+            ) from None
         told = [*zip(*(future.result() for future in futures), strict=True)]
         if part.config.performance.eight_bit and not part.disturbance:
             _check_scales(scales, part.config, told)
@@ -143,7 +159,9 @@ class Ranks:
 def _check_scales(scales: Scales, config: Config, told: Sequence[Sequence[Told]]) -> None:
     for ranks in told:
         fault = scales.fault(config, [each.uses for each in ranks], ends_iteration=True)
-        fault = fault or scales.fault(config, [each.evaluated for each in ranks], ends_iteration=False)
+        fault = fault or scales.fault(
+            config, [each.evaluated for each in ranks], ends_iteration=False
+        )
         if fault:
             raise BrokenRunError(f"at step {ranks[0].iteration}, {fault}")
 
@@ -240,7 +258,9 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
         numbers |= {
             f"{COUNTED} samples": batches_so_far.consumed_samples(run.iteration),
             f"{COUNTED} tokens": batches_so_far.consumed_tokens(run.iteration),
-            f"{COUNTED} samples of data sets": sum(row[-1] for row in run.data.counts.read(run.iteration)),
+            f"{COUNTED} samples of data sets": sum(
+                row[-1] for row in run.data.counts.read(run.iteration)
+            ),
         }
         pieces = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))]
         uses = _recorder().taken()
@@ -256,7 +276,8 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
 
 
 def _pieces(run: Run, kind: str) -> Iterator[Piece]:
-    """Yield this rank's shards of weights, averages, or gradients without their scale, tile by tile."""
+    """Yield this rank's shards of weights, averages, or gradients without their scale, tile by
+    tile."""
     for _, part in run.model.parts():
         if kind == "gradients" and part.has_state:
             shard = part.grad_shard.float() / run.optimizer.loss_scale.scale
@@ -265,11 +286,18 @@ def _pieces(run: Run, kind: str) -> Iterator[Piece]:
         else:
             continue
         for spec, tile in part.layout.tiles(part.rank):
-            yield kind, spec.name, spec.numel, tile, shard[tile.offset : tile.end].cpu().numpy().copy()
+            yield (
+                kind,
+                spec.name,
+                spec.numel,
+                tile,
+                shard[tile.offset : tile.end].cpu().numpy().copy(),
+            )
 
 
 def _write_data(folder: str) -> None:
-    """Write documents of random tokens, and a mask that leaves two fifths of them out of the loss."""
+    """Write documents of random tokens, and a mask that leaves two fifths of them out of the
+    loss."""
     dice = np.random.default_rng(0)
     tokens, mask = (IndexedDatasetWriter(f"{folder}/{name}", "<u2") for name in (TOKENS, MASK))
     with tokens, mask:

@@ -1,11 +1,13 @@
-"""Compare the ids of fastokens with those of `tokenizers` for tokenizer files: stress texts, documents, code points.
+"""Compare the ids of fastokens with those of `tokenizers` for tokenizer files: stress texts,
+documents, code points.
 
     python -m scripts.proof.tokenizer_ids gpt2/tokenizer.json llama/tokenizer.json --documents=corpus.jsonl
 
-Of each file, 7,000 stress texts, with special tokens as text and as tokens, and the first --documents of a .jsonl file
-are encoded by both; with --code_points also every assigned code point in five contexts. Without files, so is each
-listed pre-tokenizer, over a vocabulary that shows its borders. A row says how many texts differ, or why prepare_data
-uses `tokenizers` for the file. Exit code 1 if any text differs.
+Of each file, 7,000 stress texts, with special tokens as text and as tokens, and the first
+--documents of a .jsonl file are encoded by both; with --code_points also every assigned code point
+in five contexts. Without files, so is each listed pre-tokenizer, over a vocabulary that shows its
+borders. A row says how many texts differ, or why prepare_data uses `tokenizers` for the file. Exit
+code 1 if any text differs.
 """
 
 from __future__ import annotations
@@ -26,9 +28,20 @@ from megatron_lite.corpus.fast_tokenizer import ODD, PARTS, FastTokenizer, Unfit
 from megatron_lite.data.tokenizing import END_OF_DOCUMENT, JsonTokenizer, TokenizerFiles
 
 STRESS_TEXTS, BATCH = 7000, 1000
-PLANES = (*range(0xD800), *range(0xE000, 0x32000), *range(0xE0000, 0xE1000), *range(0xF0000, 0xF0100), 0x10FFFF)
+PLANES = (
+    *range(0xD800),
+    *range(0xE000, 0x32000),
+    *range(0xE0000, 0xE1000),
+    *range(0xF0000, 0xF0100),
+    0x10FFFF,
+)
 WORDS = "the of The OF naïve über Straße ЁЖ слово 東京 한국어 עברית عربى हिन्दी ไทย x1 42 3.14 _id {} => // 🦙".split()
-SPACES = [character for character in map(chr, PLANES) if character.isspace()] + ["\u200b", "\ufeff", "\u180e", "\r\n"]
+SPACES = [character for character in map(chr, PLANES) if character.isspace()] + [
+    "\u200b",
+    "\ufeff",
+    "\u180e",
+    "\r\n",
+]
 MARKS = [character for character in map(chr, PLANES) if unicodedata.combining(character)]
 CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "\u2019s", "'\u017f", "''")
 
@@ -43,17 +56,28 @@ def stress_texts(special: Sequence[str], count: int = STRESS_TEXTS, seed: int = 
     kinds = (
         lambda: _page(draw),
         lambda: _page(draw, " "),
-        lambda: "".join(itertools.chain(*((draw.choice(WORDS), some(SPACES, 0, 4)) for _ in range(12)))),
         lambda: "".join(
-            "".join(draw.choice((c.lower(), c.upper())) for c in draw.choice(WORDS) + draw.choice(CONTRACTIONS))
+            itertools.chain(*((draw.choice(WORDS), some(SPACES, 0, 4)) for _ in range(12)))
+        ),
+        lambda: "".join(
+            "".join(
+                draw.choice((c.lower(), c.upper()))
+                for c in draw.choice(WORDS) + draw.choice(CONTRACTIONS)
+            )
             + draw.choice(("", " ", "x", "1"))
             for _ in range(12)
         ),
         lambda: "".join(chr(draw.choice(PLANES[32:0x3000])) + some(MARKS, 0, 4) for _ in range(12)),
         lambda: draw.choice(WORDS + SPACES + MARKS) * draw.randint(2, 80),
         lambda: base64.b64encode(draw.randbytes(draw.randint(1, 90))).decode(),
-        lambda: "".join(some(WORDS, 0, 4) + draw.choice(("\r\n", "\r", "\n", "\n\n\n", "\t\r\n ")) for _ in range(9)),
-        lambda: "".join(draw.choice((*special, "<|x|>", "<s>")) + some([" ", "a", "\n", ""], 0, 3) for _ in range(6)),
+        lambda: "".join(
+            some(WORDS, 0, 4) + draw.choice(("\r\n", "\r", "\n", "\n\n\n", "\t\r\n "))
+            for _ in range(9)
+        ),
+        lambda: "".join(
+            draw.choice((*special, "<|x|>", "<s>")) + some([" ", "a", "\n", ""], 0, 3)
+            for _ in range(6)
+        ),
         lambda: some([chr(code) for code in (*range(32, 127), 10, 9, 160, 0x2019, 0xE9)], 1, 120),
     )
     for number in range(count):
@@ -71,14 +95,17 @@ def code_points() -> Iterator[str]:
     for character in map(chr, range(0x110000)):
         if unicodedata.category(character) not in ("Cn", "Cs"):
             yield "\n".join(
-                context.format(character) for context in ("a{0}b", " {0} ", "{0}{0}1{0}", "'{0}s", "e{0}\u0301")
+                context.format(character)
+                for context in ("a{0}b", " {0} ", "{0}{0}1{0}", "'{0}s", "e{0}\u0301")
             )
 
 
 def with_borders(pre_tokenizer: str, seed: int, normalizer: str = "NFC") -> JsonTokenizer:
-    """Return a tokenizer in which a border between two bytes changes the ids: any two bytes may be one token.
+    """Return a tokenizer in which a border between two bytes changes the ids: any two bytes may be
+    one token.
 
-    pre_tokenizer: its JSON, of bytes; others have no borders. seed: of the order in which pairs are merged.
+    pre_tokenizer: its JSON, of bytes; others have no borders. seed: of the order in which pairs are
+    merged.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -94,7 +121,8 @@ def with_borders(pre_tokenizer: str, seed: int, normalizer: str = "NFC") -> Json
 
 
 def differing(fast: FastTokenizer, texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts that both libraries encode differently, of those that fastokens may encode."""
+    """Yield the texts that both libraries encode differently, of those that fastokens may
+    encode."""
     stream = (text for text in texts if ODD not in text)  # which `tokenizers` encodes
     while batch := list(itertools.islice(stream, BATCH)):
         ids, places = fast.encode_flat(batch, 1)
@@ -105,7 +133,8 @@ def differing(fast: FastTokenizer, texts: Iterable[str]) -> Iterator[str]:
 
 
 def compared(path: str, documents: Sequence[str], every_code_point: bool) -> Iterator[str]:
-    """Yield what a row says of a tokenizer file: each kind of texts, with the number of those that differ."""
+    """Yield what a row says of a tokenizer file: each kind of texts, with the number of those that
+    differ."""
     for special_tokens in (False, True):
         reference = JsonTokenizer(path, special_tokens, needs_end=False)
         try:
@@ -127,11 +156,15 @@ def compared(path: str, documents: Sequence[str], every_code_point: bool) -> Ite
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", help="tokenizer.json files")
     parser.add_argument("--documents", type=Path, help=".jsonl file with the key text")
     parser.add_argument("--count", type=int, default=300, help="documents to read (300)")
-    parser.add_argument("--code_points", action="store_true", help="every assigned code point, too: a minute a file")
+    parser.add_argument(
+        "--code_points", action="store_true", help="every assigned code point, too: a minute a file"
+    )
     options = parser.parse_args(argv)
     documents = list[str]()
     if options.documents:
@@ -145,7 +178,10 @@ def main(argv: Sequence[str]) -> int:
     for pre_tokenizer in () if options.files else listed(PARTS):
         if '"trim_offsets":true' in pre_tokenizer:  # the other setting changes no id
             fast = FastTokenizer(with_borders(pre_tokenizer, seed=0))
-            found = [*differing(fast, stress_texts([END_OF_DOCUMENT])), *differing(fast, code_points())]
+            found = [
+                *differing(fast, stress_texts([END_OF_DOCUMENT])),
+                *differing(fast, code_points()),
+            ]
             failed |= bool(found)
             print(f"{pre_tokenizer}: {len(found)} differ {found[:1]}", flush=True)
     return int(failed)

@@ -1,4 +1,5 @@
-"""Saves in the background: the bytes of a save in place, as of its beginning, and nothing before it is whole."""
+"""Saves in the background: the bytes of a save in place, as of its beginning, and nothing before it
+is whole."""
 
 import dataclasses
 import errno
@@ -17,7 +18,17 @@ from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_backgro
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, fail_to_write, load, names, newest, save
-from tests.support.fakes import FakePart, Layout, World, empty_model, one_rank, put, random_values, run_state, same
+from tests.support.fakes import (
+    FakePart,
+    Layout,
+    World,
+    empty_model,
+    one_rank,
+    put,
+    random_values,
+    run_state,
+    same,
+)
 from tests.support.thread_ranks import ThreadRank
 
 VALUES, LATER = random_values(SPECS, 1), random_values(SPECS, 2)
@@ -36,7 +47,8 @@ def in_background(
     iteration: int = 20,
     layout: Layout = LAYOUT,
 ) -> list[Any]:
-    """Begin a save of VALUES on two ranks, go on to LATER, call `after`; return the ranks' results or exceptions."""
+    """Begin a save of VALUES on two ranks, go on to LATER, call `after`; return the ranks' results
+    or exceptions."""
 
     def rank_main(distributed: Any) -> Any:
         model: Any = put(empty_model(SPECS, layout, distributed.rank), VALUES, distributed.rank)
@@ -58,7 +70,8 @@ def finish(distributed: ThreadRank, saves: BackgroundSaves) -> Any:
 
 
 def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
-    """Values of the beginning, whatever the model does meanwhile; but for the random id, files and manifest agree."""
+    """Values of the beginning, whatever the model does meanwhile; but for the random id, files and
+    manifest agree."""
     for name in ("now", "later"):
         (tmp_path / name).mkdir()
     save(tmp_path / "now", 20, 1, world_size=2, state=run_state())
@@ -67,22 +80,34 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
     contents = []
     for root in (tmp_path / "now", tmp_path / "later"):
         content = manifest.read(root / "20", 20)
-        values = [(root / "20" / name).read_bytes().replace(content.save_id.encode(), b"id") for name in content.files]
+        values = [
+            (root / "20" / name).read_bytes().replace(content.save_id.encode(), b"id")
+            for name in content.files
+        ]
         contents.append((dataclasses.replace(content, save_id="", files={}), values))
     assert contents[0] == contents[1]
     assert same(load(tmp_path / "later", 2)[1], VALUES)
 
 
-def test_split_weights_are_copied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_weights_are_copied_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In two halves, joined on the host: another stream must make no fp32 copy on the device."""
     read = FakePart.read
-    monkeypatch.setattr(FakePart, "read", lambda part, kind: read(part, kind) if kind != "weights" else pytest.fail())
+    monkeypatch.setattr(
+        FakePart,
+        "read",
+        lambda part, kind: read(part, kind) if kind != "weights" else pytest.fail(),
+    )
     for result in in_background(tmp_path, finish, layout=Layout(2, copies=True)):
         assert getattr(result, "iteration", result) == 20
     monkeypatch.undo()
     assert same(load(tmp_path, 2)[1], VALUES)
     split, plain = (empty_model(SPECS, Layout(copies=copies), 0) for copies in (True, False))
-    config = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=RunConfig(experiment_dir=str(tmp_path)))
+    config = Config(
+        checkpoint=CheckpointConfig(async_checkpoint=True),
+        run=RunConfig(experiment_dir=str(tmp_path)),
+    )
     joined = max(part.tensors["weights"].nbytes for _, part in split.parts())
     own = [writing.host_copy_bytes(config, model) for model in (split, plain)]  # type: ignore[arg-type]
     assert own[0] == own[1] + joined, "one shard is joined at a time"
@@ -108,7 +133,8 @@ class Cuda:
 
 
 def test_exactly_the_copy_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's pinned tensors would take the next powers of two. Nothing stays pinned when the copy goes."""
+    """Torch's pinned tensors would take the next powers of two. Nothing stays pinned when the copy
+    goes."""
     cuda, distributed = Cuda(), one_rank()
     distributed.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
@@ -127,7 +153,8 @@ def test_exactly_the_copy_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_copy_that_cannot_be_pinned_is_still_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning; and CUDA's error, which would end the next kernel of training, is taken at once."""
+    """A warning; and CUDA's error, which would end the next kernel of training, is taken at
+    once."""
     cuda = Cuda(error=2)
     distributed = one_rank()
     kernels = list[Any]()
@@ -161,7 +188,9 @@ def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.M
     distributed: Any = one_rank()
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
     saves = BackgroundSaves(model, distributed, 0)
-    saves.begin(Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None).prepare())
+    saves.begin(
+        Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None).prepare()
+    )
     assert not saves.advance(), "returned before the copy"
     threading.Timer(0.2, may_copy.set).start()
     saves.wait_for_copy()
@@ -173,7 +202,8 @@ def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
-    """A crash between writing and publishing leaves the older checkpoint, and a folder that the next save deletes."""
+    """A crash between writing and publishing leaves the older checkpoint, and a folder that the
+    next save deletes."""
     old = save(tmp_path, 10, 3, world_size=2)
     in_background(tmp_path, lambda distributed, saves: saves._pending.job.result())  # type: ignore[union-attr]
     assert "10" in names(tmp_path) and "20" not in names(tmp_path)
@@ -182,12 +212,18 @@ def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == {"10", "30"}
 
 
-def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_one_rank_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found at the next look; the older checkpoint stays, nothing else does."""
     save(tmp_path, 10, 3, world_size=2)
     fail_to_write(monkeypatch, 1, 3, errno.EIO)
     for result in in_background(tmp_path, finish, retries=2):
-        assert isinstance(result, StorageError) and "rank 1: " in str(result) and "Input/output error" in str(result)
+        assert (
+            isinstance(result, StorageError)
+            and "rank 1: " in str(result)
+            and "Input/output error" in str(result)
+        )
     assert names(tmp_path) == {"10"}
 
 
@@ -210,7 +246,8 @@ def test_a_failure_that_passes_is_retried(
 def test_a_failure_after_a_rename_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, failing_call: int
 ) -> None:
-    """The folder has another name already: that of a checkpoint, or that of one that waits for the place of another."""
+    """The folder has another name already: that of a checkpoint, or that of one that waits for the
+    place of another."""
     save(tmp_path, 20 if replaces else 10, 3, world_size=2)
     calls, sync_folder = [0], files.sync_folder
 
@@ -245,7 +282,10 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own - 1)
-    with pytest.raises(OutOfMemoryError, match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free",
+    ):
         open_background(wanted, model, distributed)
     monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own)
     before = set(threading.enumerate())  # threads of earlier tests may end late
@@ -255,7 +295,9 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(threading.enumerate()) <= before, "none until a save"
 
 
-def test_no_rank_counts_the_copy_of_another_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_counts_the_copy_of_another_one_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that comes late looks at the free memory before the first one takes its part of it."""
     # type: ignore[arg-type]
     own = shards_bytes(empty_model(SPECS, LAYOUT, 0), 1)

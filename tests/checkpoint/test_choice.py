@@ -38,7 +38,9 @@ def test_never_and_require(tmp_path: Path) -> None:
     """Neither can mix two runs or begin one by mistake."""
     own = save(tmp_path / "own", 2)
     assert chosen(own, load_policy="require") == ["2"]
-    with pytest.raises(CheckpointError, match="--load_policy=never: .* has checkpoints, the newest of iteration 2"):
+    with pytest.raises(
+        CheckpointError, match="--load_policy=never: .* has checkpoints, the newest of iteration 2"
+    ):
         chosen(own, load_policy="never")
     assert chosen(tmp_path / "missing", load_policy="never") == []
     for root in (tmp_path / "missing", None):
@@ -54,16 +56,20 @@ def test_a_damaged_checkpoint_is_one(tmp_path: Path) -> None:
 
 
 def test_elsewhere_until_there_is_one_of_its_own(tmp_path: Path) -> None:
-    """A checkpoint, a folder of them or an experiment directory; repeating the command resumes the run itself."""
+    """A checkpoint, a folder of them or an experiment directory; repeating the command resumes the
+    run itself."""
     other = save(tmp_path / "other" / "checkpoints", 3, 5)
     for path in (other, other.parent):
         assert chosen(None, load_checkpoint_path=str(path)) == ["5", "3"]
         assert chosen(None, load_checkpoint_path=str(path), resume_iteration=3) == ["3"]
-    assert chosen(tmp_path / "own", load_checkpoint_path=str(other / "3"), load_policy="require") == ["3"]
+    assert chosen(
+        tmp_path / "own", load_checkpoint_path=str(other / "3"), load_policy="require"
+    ) == ["3"]
     assert chosen(save(tmp_path / "own", 4), load_checkpoint_path=str(other)) == ["4"]
     for missing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(
-            CheckpointError, match="--load_checkpoint_path=.*: (no checkpoint is there|there is no folder)"
+            CheckpointError,
+            match="--load_checkpoint_path=.*: (no checkpoint is there|there is no folder)",
         ):
             chosen(None, load_checkpoint_path=str(missing))
     with pytest.raises(CheckpointError, match="File name too long; give a folder that can be read"):
@@ -71,20 +77,35 @@ def test_elsewhere_until_there_is_one_of_its_own(tmp_path: Path) -> None:
 
 
 def test_going_back(tmp_path: Path) -> None:
-    """That iteration or none; the same command does not go back again after it has saved, another one does."""
+    """That iteration or none; the same command does not go back again after it has saved, another
+    one does."""
     back, own = CheckpointConfig(resume_iteration=4), save(tmp_path / "own", 2, 4, 6, 8)
     for options in (back, CheckpointConfig(resume_iteration=8)):
-        assert [iteration for iteration, _ in choose(own, options).found] == [options.resume_iteration]
-    assert choose(own, back).goes_back and not choose(own, CheckpointConfig(resume_iteration=8)).goes_back
-    for root, there in ((own, "write one of these: 2, 4, 6, 8"), (tmp_path / "missing", "it has none")):
-        with pytest.raises(CheckpointError, match=f"--resume_iteration=5: there is no checkpoint .*{there}"):
+        assert [iteration for iteration, _ in choose(own, options).found] == [
+            options.resume_iteration
+        ]
+    assert (
+        choose(own, back).goes_back
+        and not choose(own, CheckpointConfig(resume_iteration=8)).goes_back
+    )
+    for root, there in (
+        (own, "write one of these: 2, 4, 6, 8"),
+        (tmp_path / "missing", "it has none"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=f"--resume_iteration=5: there is no checkpoint .*{there}"
+        ):
             chosen(root, resume_iteration=5)
     moved = set_aside(own, 4)
     assert moved is not None and sorted(path.name for path in moved.iterdir()) == ["6", "8"]
     assert chosen(own) == ["4", "2"] and set_aside(own, 4) is None
     save(own, 5, options=back)
     continued = choose(own, back)
-    assert [folder.name for _, folder in continued.found] == ["5", "4", "2"] and not continued.goes_back
+    assert [folder.name for _, folder in continued.found] == [
+        "5",
+        "4",
+        "2",
+    ] and not continued.goes_back
     assert "--resume_iteration=4 was followed by an earlier start" in continued.note
     assert choose(own, CheckpointConfig(resume_iteration=2)).goes_back
     save(own, 9)
@@ -93,22 +114,30 @@ def test_going_back(tmp_path: Path) -> None:
     assert again is not None and again.name == "2" and (moved / "8").is_dir()
 
 
-def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stale handle of a network file system, for one, is neither a defect nor a reason to move anything."""
+def test_a_list_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale handle of a network file system, for one, is neither a defect nor a reason to move
+    anything."""
 
     def fail(root: Path) -> list[tuple[int, Path]]:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
 
     own = save(tmp_path / "own", 2, 4)
     monkeypatch.setattr(resume, "find_checkpoints", fail)
-    with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
+    with pytest.raises(
+        CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"
+    ):
         set_aside(own, 2)
-    with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"):
+    with pytest.raises(
+        CheckpointError, match="cannot read the checkpoints in .*own: Stale file handle"
+    ):
         chosen(own)
 
 
 def test_the_data_with_which_a_run_began(tmp_path: Path) -> None:
-    """It is known from the first iteration on; of a checkpoint of an earlier version, nothing is."""
+    """It is known from the first iteration on; of a checkpoint of an earlier version, nothing
+    is."""
     assert choose(tmp_path, OPTIONS).began is None
     data = {"sets": [], "tokenizer": None}
     later = {**data, "evaluation_order": "data"}

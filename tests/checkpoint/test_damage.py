@@ -1,4 +1,5 @@
-"""Damaged checkpoints: loading finds and names every change and falls back to an older one; nothing is deleted."""
+"""Damaged checkpoints: loading finds and names every change and falls back to an older one; nothing
+is deleted."""
 
 import json
 import os
@@ -17,7 +18,9 @@ from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
 from tests.support.fakes import random_values, same
 
-FROZEN: dict[str, Any] = dict(frozen=("embedding.word.weight", "blocks.0.mlp.up.bias"), frozen_dtype=torch.bfloat16)
+FROZEN: dict[str, Any] = dict(
+    frozen=("embedding.word.weight", "blocks.0.mlp.up.bias"), frozen_dtype=torch.bfloat16
+)
 AVERAGED: dict[str, Any] = dict(moments=("exp_avg",), averaged=True)
 TENSOR: dict[str, Any] = dict(tensor_ranks=2)
 
@@ -60,10 +63,20 @@ def flip(path: Path, offset: int, bit: int) -> None:
 
 @pytest.mark.parametrize("name", ["rank_000.safetensors", "rank_001.safetensors", "manifest.json"])
 def test_single_bit_flips_are_found(pair: Path, name: str) -> None:
-    """Eight flips per file, in its length, header, middle and last byte and at random, are reported and survived."""
+    """Eight flips per file, in its length, header, middle and last byte and at random, are reported
+    and survived."""
     path, generator = pair / "20" / name, random.Random(name)
     size = path.stat().st_size
-    for offset in (0, 7, 8, 15, size // 2, size - 1, generator.randrange(size), generator.randrange(size)):
+    for offset in (
+        0,
+        7,
+        8,
+        15,
+        size // 2,
+        size - 1,
+        generator.randrange(size),
+        generator.randrange(size),
+    ):
         bit = generator.randrange(8)
         flip(path, offset, bit)
         expect_fallback(pair, name, world_size=1 + bit % 3)
@@ -73,7 +86,8 @@ def test_single_bit_flips_are_found(pair: Path, name: str) -> None:
 
 @pytest.mark.parametrize("step", [32, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_part_of_the_manifest_counts(pair: Path, tmp_path: Path, step: int) -> None:
-    """A flipped bit in each byte, by default in every 32nd, is never accepted and never another exception."""
+    """A flipped bit in each byte, by default in every 32nd, is never accepted and never another
+    exception."""
     data = (pair / "20" / "manifest.json").read_bytes()
     generator = random.Random(3)
     for offset in range(0, len(data), step):
@@ -87,7 +101,8 @@ def test_every_part_of_the_manifest_counts(pair: Path, tmp_path: Path, step: int
 @pytest.mark.parametrize("name", ["rank_000.safetensors", "rank_001.safetensors", "manifest.json"])
 @pytest.mark.parametrize("left", [0, 1, 0.5, -1, "missing", "longer", "directory", "pipe", "zeros"])
 def test_truncated_and_missing_files_are_found(root: Path, name: str, left: Any) -> None:
-    """Cut to nothing, one byte, half, all but one byte; gone; longer; not a file; a block of zeros."""
+    """Cut to nothing, one byte, half, all but one byte; gone; longer; not a file; a block of
+    zeros."""
     path = root / "20" / name
     size = path.stat().st_size
     if left == "longer":
@@ -110,14 +125,21 @@ def test_truncated_and_missing_files_are_found(root: Path, name: str, left: Any)
 def test_the_shard_of_another_save_is_found(root: Path) -> None:
     """A rank's file from another iteration has the right size but another checksum."""
     shutil.copy(root / "10" / "rank_001.safetensors", root / "20" / "rank_001.safetensors")
-    expect_fallback(root, "rank_001.safetensors: its checksum does not match: it is damaged or belongs to another save")
+    expect_fallback(
+        root,
+        "rank_001.safetensors: its checksum does not match: it is damaged or belongs to another save",
+    )
 
 
-def test_a_file_that_shrinks_after_its_check_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_after_its_check_is_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank falls back, even if only one of them reads the end of the file."""
     real_check = files.check_sizes
 
-    def check(folder: Path, saved: Mapping[str, files.SavedFile], rank: int, world_size: int) -> None:
+    def check(
+        folder: Path, saved: Mapping[str, files.SavedFile], rank: int, world_size: int
+    ) -> None:
         real_check(folder, saved, rank, world_size)
         if folder.name == "20" and rank == 1:
             os.truncate(folder / "rank_001.safetensors", saved["rank_001.safetensors"].size - 4)
@@ -153,7 +175,8 @@ def test_extra_files_are_never_opened(root: Path, name: str, tmp_path: Path) -> 
 
 
 def test_only_damaged_ones_stop_the_run_and_stay_untouched(root: Path) -> None:
-    """Every rank gets exit code 4 and a line per checkpoint, instead of a silent restart from zero."""
+    """Every rank gets exit code 4 and a line per checkpoint, instead of a silent restart from
+    zero."""
     (root / "30").mkdir()
     flip(root / "20" / "rank_001.safetensors", 2000, 3)
     (root / "10" / "rank_000.safetensors").unlink()
@@ -168,7 +191,8 @@ def test_only_damaged_ones_stop_the_run_and_stay_untouched(root: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-# -- hostile manifests: the checksum is right, the content is not ------------------------------------------------------
+# -- hostile manifests: the checksum is right, the content is not
+# ------------------------------------------------------
 
 
 def seal(values: Any) -> bytes:
@@ -184,12 +208,16 @@ def as_version(version: int, folder: Path) -> dict[str, Any]:
     if version == manifest.VERSION:
         return values
     data = {name: (folder / name).read_bytes() for name in values["files"]}
-    files = {name: {"size": len(content), "crc32": zlib.crc32(content)} for name, content in data.items()}
+    files = {
+        name: {"size": len(content), "crc32": zlib.crc32(content)} for name, content in data.items()
+    }
     for parameter in values["parameters"].values():
         for kind in manifest.KINDS:
             for piece in parameter.get(kind, ()):
                 name, offset, num_bytes, _, run = piece
-                piece[4:] = [zlib.crc32(data[name][offset : offset + num_bytes]), run][: version - 3]
+                piece[4:] = [zlib.crc32(data[name][offset : offset + num_bytes]), run][
+                    : version - 3
+                ]
     return {**values, "version": version, "files": files}
 
 
@@ -225,28 +253,38 @@ def test_an_enormous_manifest_is_not_read(tmp_path: Path) -> None:
         manifest.read(tmp_path)
 
 
-# -- symbolic links ----------------------------------------------------------------------------------------------------
+# -- symbolic links
+# ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["", "rank_001.safetensors", "manifest.json"], ids=["folder", "rank", "manifest"])
+@pytest.mark.parametrize(
+    "name", ["", "rank_001.safetensors", "manifest.json"], ids=["folder", "rank", "manifest"]
+)
 @pytest.mark.parametrize("target", ["same", "gone"])
 def test_links_are_refused_and_survive(root: Path, name: str, target: str, tmp_path: Path) -> None:
-    """A link in place of a checkpoint or of one of its files is never followed on loading, pruning or saving, even if
-    it leads to a good copy; a loading run says so and takes the older checkpoint."""
+    """A link in place of a checkpoint or of one of its files is never followed on loading, pruning
+    or saving, even if it leads to a good copy; a loading run says so and takes the older
+    checkpoint."""
     canary = tmp_path / "canary"
     (root / "20" / name).rename(canary)
     (root / "20" / name).symlink_to(canary if target == "same" else tmp_path / "gone")
     where = f"{name}: " if name else ""
-    expect_fallback(root, f"{root}/20: {where}a symbolic link, which is not followed here", world_size=2)
+    expect_fallback(
+        root, f"{root}/20: {where}a symbolic link, which is not followed here", world_size=2
+    )
     found = newest(root)
     assert found is not None and found[0].name == ("20" if name.startswith("rank") else "10")
     retention.prune(root, 1, newest=20)
     assert names(root) == {"10", "20"}, "10 is the only good one"
-    content = {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])}
+    content = {
+        path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])
+    }
     save(root, 20, 3, world_size=2)
     loaded, _, lines = load(root)
     assert loaded is not None and loaded.iteration == 20 and lines == []
-    assert {path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])} == content
+    assert {
+        path.name: path.read_bytes() for path in (canary.iterdir() if canary.is_dir() else [canary])
+    } == content
 
 
 def test_a_link_alone_is_no_fresh_start(pair: Path, tmp_path: Path) -> None:
@@ -257,7 +295,8 @@ def test_a_link_alone_is_no_fresh_start(pair: Path, tmp_path: Path) -> None:
 
 
 def test_the_folder_of_checkpoints_may_be_a_link(root: Path, tmp_path: Path) -> None:
-    """Users keep checkpoints on scratch storage: loading, saving and pruning go through a link above the iteration."""
+    """Users keep checkpoints on scratch storage: loading, saving and pruning go through a link
+    above the iteration."""
     link = tmp_path / "checkpoints"
     link.symlink_to(root)
     loaded, _, lines = load(link)

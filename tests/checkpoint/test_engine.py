@@ -1,7 +1,8 @@
 """The real engine with frozen, split and averaged weights saves, loads and resumes bit for bit.
 
-Checkpoints are compared by what their manifests say of each parameter, whatever layout wrote them; the bytes are read
-here without the code that loads checkpoints. Every kind of run is trained once, and serves several tests.
+Checkpoints are compared by what their manifests say of each parameter, whatever layout wrote them;
+the bytes are read here without the code that loads checkpoints. Every kind of run is trained once,
+and serves several tests.
 """
 
 import functools
@@ -27,14 +28,26 @@ MIDDLE, LAST = 2, 4  # iterations of the checkpoints
 
 EMBEDDING = {"freeze": ("embedding",)}
 BLOCKS = {"freeze": ("blocks",)}
-# Trainable and frozen parameters in each of the block's stages, several learning rates among the former.
-MIXED = {"freeze": ("embedding.position", "*.bias", "blocks.0.mlp"), "lr_scales": ("blocks.1.attention:0.5",)}
-MATRIX = {"freeze": ("embedding.position", "blocks.0.mlp.up"), "lr_scales": ("blocks.1.attention:0.5",)}
+# Trainable and frozen parameters in each of the block's stages, several learning rates among the
+# former.
+MIXED = {
+    "freeze": ("embedding.position", "*.bias", "blocks.0.mlp"),
+    "lr_scales": ("blocks.1.attention:0.5",),
+}
+MATRIX = {
+    "freeze": ("embedding.position", "blocks.0.mlp.up"),
+    "lr_scales": ("blocks.1.attention:0.5",),
+}
 BF16 = {"training_dtype": "bf16"}
 LOW = {**BF16, "store_frozen_weights_in_optimization_precision": False}
 SPLIT = {**BF16, "split_master_weights": True}
 EMA: dict[str, Any] = {"ema_type": "ema", "ema_beta": 0.8}
-SQRT: dict[str, Any] = {"ema_type": "ema_decay_sqrt", "ema_beta": 0.9, "ema_switch_iter": 2, "ema_decay_iters": 2}
+SQRT: dict[str, Any] = {
+    "ema_type": "ema_decay_sqrt",
+    "ema_beta": 0.9,
+    "ema_switch_iter": 2,
+    "ema_decay_iters": 2,
+}
 VALIDATED: dict[str, Any] = {"validation_iters": 1, "validation_interval": 2}
 
 
@@ -71,8 +84,11 @@ def train_twice(distributed: Distributed, options: dict[str, Any], root: str) ->
     train_on(distributed, {**options, "experiment_dir": f"{root}/resumed"})
 
 
-def save_again(distributed: Distributed, options: dict[str, Any], target: str) -> dict[str, list[str]]:
-    """Load and save into another directory; return the dtypes of the live weights by kind of part."""
+def save_again(
+    distributed: Distributed, options: dict[str, Any], target: str
+) -> dict[str, list[str]]:
+    """Load and save into another directory; return the dtypes of the live weights by kind of
+    part."""
     run = open_run(distributed, options)
     state = {"optimizer": run.optimizer.state(), "window": run.window.state()}
     write_now(Save(Path(target), run.iteration, run.model, state, run.config, distributed))
@@ -92,7 +108,9 @@ def saved_again(
     Return its content, the log, and the dtypes of the live weights.
     """
     copy_checkpoint(source, iteration, root)
-    dtypes = run_distributed(ranks, save_again, {**options, "experiment_dir": str(root)}, str(root / "again"))[0]
+    dtypes = run_distributed(
+        ranks, save_again, {**options, "experiment_dir": str(root)}, str(root / "again")
+    )[0]
     return read_all(root / "again" / str(iteration)), log_of(root), dtypes
 
 
@@ -117,7 +135,8 @@ def assert_same(left: Contents, right: Contents) -> None:
     different = [
         key
         for key, values in left.items()
-        if values.dtype != right[key].dtype or not torch.equal(values.view(torch.uint8), right[key].view(torch.uint8))
+        if values.dtype != right[key].dtype
+        or not torch.equal(values.view(torch.uint8), right[key].view(torch.uint8))
     ]
     assert not different
 
@@ -131,7 +150,9 @@ def averaged_names(contents: Contents) -> set[str]:
 
 
 def copy_checkpoint(source: Path, iteration: int, experiment: Path) -> None:
-    shutil.copytree(source / "checkpoints" / str(iteration), experiment / "checkpoints" / str(iteration))
+    shutil.copytree(
+        source / "checkpoints" / str(iteration), experiment / "checkpoints" / str(iteration)
+    )
 
 
 def log_of(experiment: Path) -> str:
@@ -150,15 +171,29 @@ CASES: dict[str, dict[str, Any]] = {
     "lion, split, mixed, low precision, zero 2": {
         **{"optimizer": "lion", **MIXED, **SPLIT, **LOW, "zero_stage": 2, "async_checkpoint": True}
     },
-    "muon, two stages of blocks, zero 3": {"optimizer": "muon", "zero_stage": 3, "num_layers": 3, **MATRIX},
+    "muon, two stages of blocks, zero 3": {
+        "optimizer": "muon",
+        "zero_stage": 3,
+        "num_layers": 3,
+        **MATRIX,
+    },
     "muon, split": {"optimizer": "muon", **SPLIT},
     "sgd, zero 3": {"optimizer": "sgd", "zero_stage": 3, "training_dtype": "bf16"},
     "averages, fp32, zero 1": {**EMA, "zero_stage": 1},
-    "averages, mixed, low precision, zero 3": {**SQRT, **MIXED, **LOW, "zero_stage": 3, "layers_per_stage": 2.0},
+    "averages, mixed, low precision, zero 3": {
+        **SQRT,
+        **MIXED,
+        **LOW,
+        "zero_stage": 3,
+        "layers_per_stage": 2.0,
+    },
     "averages, split, zero 2": {**SQRT, **SPLIT, "zero_stage": 2},
     "averages, tensor-parallel": {**EMA, **TENSOR, "async_checkpoint": True, "hidden_dropout": 0.1},
 }
-CASES = {name: {**options, **(VALIDATED if "averages" in name else {})} for name, options in CASES.items()}
+CASES = {
+    name: {**options, **(VALIDATED if "averages" in name else {})}
+    for name, options in CASES.items()
+}
 AVERAGES = "averages, mixed, low precision, zero 3"
 LION = "lion, split, mixed, low precision, zero 2"
 ALWAYS = (AVERAGES, LION, "muon, two stages of blocks, zero 3", "averages, tensor-parallel")
@@ -174,19 +209,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def of(case: str) -> Path:
         root = tmp_path_factory.mktemp("case")
         options = {**CASES[case], "batch_size": 6, "export_interval": LAST}
-        run_distributed(2, train_twice, options, str(root), tensor_parallel=options.get("tensor_parallel", 1))
+        run_distributed(
+            2, train_twice, options, str(root), tensor_parallel=options.get("tensor_parallel", 1)
+        )
         return root
 
     return of
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in ALWAYS else [pytest.mark.slow]) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[] if case in ALWAYS else [pytest.mark.slow]) for case in CASES],
 )
 def test_continued_training_is_bit_identical(case: str, trained: Trained, tmp_path: Path) -> None:
-    """Resuming at iteration 2 gives iteration 4, the export and all losses of an uninterrupted run, those of averages,
-    too; frozen weights never change and are stored in the requested dtype, without moments. Another layout loads and
-    saves the same."""
+    """Resuming at iteration 2 gives iteration 4, the export and all losses of an uninterrupted run,
+    those of averages, too; frozen weights never change and are stored in the requested dtype,
+    without moments. Another layout loads and saves the same."""
     whole, resumed = trained(case) / "whole", trained(case) / "resumed"
     log = log_of(resumed)
     before = curve(whole)
@@ -205,9 +243,13 @@ def test_continued_training_is_bit_identical(case: str, trained: Trained, tmp_pa
         assert late.dtype == (torch.bfloat16 if low and name in frozen else torch.float32)
     averaged = averaged_names(contents[1])
     assert averaged == (names - frozen if "averages" in case else set())
-    assert not any(torch.equal(contents[1][name, "average"], contents[1][name, "weights"]) for name in averaged)
+    assert not any(
+        torch.equal(contents[1][name, "average"], contents[1][name, "weights"]) for name in averaged
+    )
     for (phase, _), line in before.items():
-        assert ("averaged_loss" in line) == (phase == "validation") and line["loss"] != line.get("averaged_loss")
+        assert ("averaged_loss" in line) == (phase == "validation") and line["loss"] != line.get(
+            "averaged_loss"
+        )
     assert any(phase == "validation" for phase, _ in before) == ("averages" in case)
     layout = {"batch_size": 6, "zero_stage": 1, "layers_per_stage": 2.0}
     layout |= {"tensor_parallel": 1, "sequence_tensor_parallel": False}
@@ -223,16 +265,22 @@ OTHERS: tuple[tuple[int, dict[str, Any]], ...] = (
 
 @pytest.mark.slow  # by default on one other layout: the test above
 @pytest.mark.parametrize("case", [AVERAGES, "frozen embedding, fp32, zero 1"])
-def test_any_layout_reads_the_engines_checkpoints(case: str, trained: Trained, tmp_path: Path) -> None:
-    """Loading and saving with other world sizes, ZeRO stages, layers per stage and padding changes no bit."""
+def test_any_layout_reads_the_engines_checkpoints(
+    case: str, trained: Trained, tmp_path: Path
+) -> None:
+    """Loading and saving with other world sizes, ZeRO stages, layers per stage and padding changes
+    no bit."""
     for world_size, layout in OTHERS:
         options = {**CASES[case], "batch_size": 6, **layout}
-        found, *_ = saved_again(trained(case) / "whole", world_size, options, tmp_path / str(world_size))
+        found, *_ = saved_again(
+            trained(case) / "whole", world_size, options, tmp_path / str(world_size)
+        )
         assert_same(found, last(trained(case) / "whole"))
 
 
 def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
-    """A checkpoint saved with padding resumes without it like a run that keeps it, and one line reports the change."""
+    """A checkpoint saved with padding resumes without it like a run that keeps it, and one line
+    reports the change."""
     padded = {"make_vocab_size_divisible_by": 100, "tie_word_embeddings": False, "zero_stage": 3}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_distributed(2, train_on, {**padded, "experiment_dir": str(whole)})
@@ -249,22 +297,27 @@ def test_padding_of_the_vocabulary_may_change(tmp_path: Path) -> None:
 
 
 def test_masters_are_the_same_bits_split_or_not(trained: Trained, tmp_path: Path) -> None:
-    """--split_master_weights changes the storage of fp32 masters, not their values: either run loads the other's."""
+    """--split_master_weights changes the storage of fp32 masters, not their values: either run
+    loads the other's."""
     source, options = trained(LION) / "whole", {**CASES[LION], "batch_size": 6}
     expected = last(source)
-    joined, *_ = saved_again(source, 3, {**options, "split_master_weights": False}, tmp_path / "joined")
+    joined, *_ = saved_again(
+        source, 3, {**options, "split_master_weights": False}, tmp_path / "joined"
+    )
     (tmp_path / "joined" / "again").rename(tmp_path / "checkpoints")
     split, *_ = saved_again(tmp_path, 2, options, tmp_path / "split")
     assert_same(joined, expected)
     assert_same(split, expected)
     trained_names = {name for name, _ in expected} - frozen_names(expected)
     low_halves = [expected[name, "weights"].view(torch.int32) & 0xFFFF for name in trained_names]
-    assert sum(int(half.count_nonzero()) for half in low_halves) > 1000, "masters that are bf16 prove nothing"
+    assert sum(int(half.count_nonzero()) for half in low_halves) > 1000, (
+        "masters that are bf16 prove nothing"
+    )
 
 
 def test_frozen_then_trained(trained: Trained, tmp_path: Path) -> None:
-    """Moments of thawed parameters start at zero and their averages at the weights, which two lines count; the others
-    keep theirs. Frozen again, the parameters are those of before."""
+    """Moments of thawed parameters start at zero and their averages at the weights, which two lines
+    count; the others keep theirs. Frozen again, the parameters are those of before."""
     source, run = trained(AVERAGES) / "whole", tmp_path / "run"
     before = last(source)
     thawed = {**CASES[AVERAGES], "freeze": (), "zero_stage": 1, "batch_size": 6}
@@ -280,12 +333,26 @@ def test_frozen_then_trained(trained: Trained, tmp_path: Path) -> None:
         else:
             assert kind != "weights" and name in frozen and not values.any()
     count = f"{len(frozen)} of {len({name for name, _ in after})} parameter tensors have no"
-    assert log.count(f"{count} exp_avg and exp_avg_sq") == log.count(f"{count} average there (they were frozen") == 1
-    assert f"freeze: {' '.join(MIXED['freeze'])} in the checkpoint, none now" in log and "begins now" not in log
+    assert (
+        log.count(f"{count} exp_avg and exp_avg_sq")
+        == log.count(f"{count} average there (they were frozen")
+        == 1
+    )
+    assert (
+        f"freeze: {' '.join(MIXED['freeze'])} in the checkpoint, none now" in log
+        and "begins now" not in log
+    )
     (run / "again").rename(tmp_path / "checkpoints")
-    assert_same(saved_again(tmp_path, 2, {**CASES[AVERAGES], "batch_size": 6}, tmp_path / "frozen")[0], before)
+    assert_same(
+        saved_again(tmp_path, 2, {**CASES[AVERAGES], "batch_size": 6}, tmp_path / "frozen")[0],
+        before,
+    )
     run_distributed(2, train_on, {**thawed, "experiment_dir": str(run), "train_iters": 6})
-    losses = [float.fromhex(line["loss"]) for (phase, _), line in curve(run).items() if phase == "training"]
+    losses = [
+        float.fromhex(line["loss"])
+        for (phase, _), line in curve(run).items()
+        if phase == "training"
+    ]
     assert len(losses) == 2 and np.isfinite(losses).all()
     later = read_all(run / "checkpoints" / "6")
     assert all(later[name, "exp_avg_sq"].any() for name in frozen)
@@ -293,14 +360,18 @@ def test_frozen_then_trained(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_trained_then_frozen(tmp_path: Path) -> None:
-    """Weights come from the fp32 master, rounded only if low precision was requested; their moments are gone."""
+    """Weights come from the fp32 master, rounded only if low precision was requested; their moments
+    are gone."""
     options = {**BF16, "experiment_dir": str(tmp_path / "run"), "zero_stage": 1}
     run_distributed(2, train_on, options)
     before = last(tmp_path / "run")
     for low, more in ((False, {}), (True, {"split_master_weights": True})):
         changed = {**options, **MIXED, **(LOW if low else {}), **more, "batch_size": 6}
         after, log, dtypes = saved_again(tmp_path / "run", 3, changed, tmp_path / str(low))
-        assert dtypes == {"trained": ["torch.float32"], "frozen": ["torch.bfloat16" if low else "torch.float32"]}
+        assert dtypes == {
+            "trained": ["torch.float32"],
+            "frozen": ["torch.bfloat16" if low else "torch.float32"],
+        }
         frozen = frozen_names(after)
         expected = {
             (name, kind): values.bfloat16() if low and name in frozen else values
@@ -309,10 +380,14 @@ def test_trained_then_frozen(tmp_path: Path) -> None:
         }
         assert frozen
         assert_same(after, expected)
-        assert log.count("parameter tensors are frozen and were rounded: float32 to bfloat16") == low
+        assert (
+            log.count("parameter tensors are frozen and were rounded: float32 to bfloat16") == low
+        )
 
 
-def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+def weights_for_inference(
+    distributed: Distributed, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Return full weights and memory of a model that only evaluates."""
     from tests.support.harness import full_weights
 
@@ -323,7 +398,8 @@ def weights_for_inference(distributed: Distributed, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("case", [pytest.param(LION, marks=pytest.mark.slow), AVERAGES])
 def test_inference_reads_the_weights_alone(case: str, trained: Trained, tmp_path: Path) -> None:
-    """A model without moments computes with the weights of the checkpoint, in the training dtype."""
+    """A model without moments computes with the weights of the checkpoint, in the training
+    dtype."""
     copy_checkpoint(trained(case) / "whole", LAST, tmp_path)
     options = {**CASES[case], "experiment_dir": str(tmp_path), "batch_size": 6}
     saved = last(tmp_path)
@@ -333,17 +409,22 @@ def test_inference_reads_the_weights_alone(case: str, trained: Trained, tmp_path
             assert np.array_equal(values, saved[name, "weights"].bfloat16().float().numpy()), name
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
+# -- averages
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_validation_never_changes_the_weights(ranks: int, tmp_path: Path) -> None:
-    """In fp32, evaluating and exporting averages after every iteration or never gives the same weights, moments and
-    averages. Before the first update, averages equal the weights."""
+    """In fp32, evaluating and exporting averages after every iteration or never gives the same
+    weights, moments and averages. Before the first update, averages equal the weights."""
     busy = {"validation_iters": 1, "validation_interval": 1, "validation_at_start": True}
     busy |= {"export_interval": 1, "export_weights": "average"}
     for name, more in (("never", {}), ("always", busy)):
-        run_distributed(ranks, train_on, {**EMA, **more, "batch_size": 4, "experiment_dir": str(tmp_path / name)})
+        run_distributed(
+            ranks,
+            train_on,
+            {**EMA, **more, "batch_size": 4, "experiment_dir": str(tmp_path / name)},
+        )
     assert_same(last(tmp_path / "never"), last(tmp_path / "always"))
     never, always = curve(tmp_path / "never"), curve(tmp_path / "always")
     assert len(never) == LAST and len(always) == 2 * LAST + 1
@@ -352,23 +433,31 @@ def test_validation_never_changes_the_weights(ranks: int, tmp_path: Path) -> Non
 
 
 def test_averaging_switched_on_off_and_over(tmp_path: Path) -> None:
-    """Averaging that starts later begins with the loaded weights; another type starts over; without it averages are
-    dropped. Each is reported once."""
+    """Averaging that starts later begins with the loaded weights; another type starts over; without
+    it averages are dropped. Each is reported once."""
     run = tmp_path / "run"
     run_distributed(1, train_on, {**MIXED, "experiment_dir": str(run)})
     plain = last(run)
     begun, log, _ = saved_again(run, 1, {**MIXED, **EMA}, tmp_path / "on")
     run_distributed(1, train_on, {**MIXED, **EMA, "experiment_dir": str(run), "train_iters": 6})
     trained = read_all(run / "checkpoints" / "6")
-    assert all(not torch.equal(trained[name, "average"], trained[name, "weights"]) for name in averaged_names(trained))
+    assert all(
+        not torch.equal(trained[name, "average"], trained[name, "weights"])
+        for name in averaged_names(trained)
+    )
     over, log_over, _ = saved_again(run, 1, {**MIXED, **SQRT}, tmp_path / "over", 6)
     dropped, log_off, _ = saved_again(run, 1, MIXED, tmp_path / "off", 6)
     for contents, said, kind in ((begun, log, "ema"), (over, log_over, "ema_decay_sqrt")):
         averaged = averaged_names(contents)
-        assert averaged and all(torch.equal(contents[name, "average"], contents[name, "weights"]) for name in averaged)
+        assert averaged and all(
+            torch.equal(contents[name, "average"], contents[name, "weights"]) for name in averaged
+        )
         assert said.count(f"averaging (--ema_type={kind}) begins now, from these weights") == 1
         assert {key for key in contents if key[1] != "average"} == plain.keys()
-    assert log_off.count("it holds averaged weights, which a run without --ema_type neither uses nor") == 1
+    assert (
+        log_off.count("it holds averaged weights, which a run without --ema_type neither uses nor")
+        == 1
+    )
     assert dropped.keys() == plain.keys()
 
 
@@ -376,28 +465,41 @@ def evaluated_alone(distributed: Distributed, options: dict[str, Any]) -> int:
     """Train; then validate and export without training; return the bytes of the averages."""
     train_on(distributed, options)
     if distributed.rank == 0:
-        Path(options["experiment_dir"], "export", str(LAST)).rename(Path(options["experiment_dir"], "first"))
+        Path(options["experiment_dir"], "export", str(LAST)).rename(
+            Path(options["experiment_dir"], "first")
+        )
     run = finished_run(distributed, {**options, "train_iters": 0})
     assert not run.model.training
     return int(bytes_by_kind(run.model)["averages"])
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param({}, marks=pytest.mark.slow), {**SPLIT, "zero_stage": 2}], ids=["fp32", "split"]
+    "more",
+    [pytest.param({}, marks=pytest.mark.slow), {**SPLIT, "zero_stage": 2}],
+    ids=["fp32", "split"],
 )
-def test_a_run_that_trains_nothing_evaluates_and_exports_the_averages(more: dict[str, Any], tmp_path: Path) -> None:
-    """--train_iters=0 with a checkpoint gives both losses of the run that wrote it, and exports its averages."""
+def test_a_run_that_trains_nothing_evaluates_and_exports_the_averages(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    """--train_iters=0 with a checkpoint gives both losses of the run that wrote it, and exports its
+    averages."""
     load_file = pytest.importorskip("safetensors.torch").load_file
     options = {**SQRT, **VALIDATED, **more, "export_interval": LAST, "export_weights": "average"}
     options |= {"experiment_dir": str(tmp_path), "freeze": ("blocks.0",)}
     assert min(run_distributed(2, evaluated_alone, options)) > 0
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    validations = [record for record in records if (record["phase"], record["iteration"]) == ("validation", LAST)]
+    validations = [
+        record
+        for record in records
+        if (record["phase"], record["iteration"]) == ("validation", LAST)
+    ]
     trained, alone = ((record["loss"], record["averaged_loss"]) for record in validations)
     assert trained == alone
     folders = (tmp_path / "first", tmp_path / "export" / str(LAST))
     one, other = (load_file(folder / "model.safetensors") for folder in folders)
-    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    assert one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
     saved = last(tmp_path)
     dtype = torch.bfloat16 if more else torch.float32
     averaged, frozen = "blocks.1.mlp.down.bias", "blocks.0.mlp.down.bias"

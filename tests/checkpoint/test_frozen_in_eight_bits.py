@@ -1,7 +1,9 @@
-"""Frozen layers with 8-bit products compute with their own weights: in every layout, thawed, frozen late, and resumed.
+"""Frozen layers with 8-bit products compute with their own weights: in every layout, thawed, frozen
+late, and resumed.
 
-Runs are longer than --amax_history_length, and have evaluations and averages between steps. The rounded weights are
-compared with those that `test_eight_bit.py` computes from the gathered weights, to the bit.
+Runs are longer than --amax_history_length, and have evaluations and averages between steps. The
+rounded weights are compared with those that `test_eight_bit.py` computes from the gathered weights,
+to the bit.
 """
 
 from pathlib import Path
@@ -16,7 +18,14 @@ from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.compatibility import wrong_frozen_layers
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.eight_bit import RECIPES, eight_bit_of
-from tests.checkpoint.test_engine import copy_checkpoint, finished_run, frozen_names, log_of, read_all, train_on
+from tests.checkpoint.test_engine import (
+    copy_checkpoint,
+    finished_run,
+    frozen_names,
+    log_of,
+    read_all,
+    train_on,
+)
 from tests.kernels.test_eight_bit import dequantized
 from tests.support.harness import run_distributed
 from tests.support.results import curve, weights
@@ -24,13 +33,25 @@ from tests.train.test_eight_bit_training import FORMATS
 
 MIDDLE, LAST = 3, 6  # iterations of the checkpoints
 COMMON: dict[str, Any] = {
-    **{"num_layers": 3, "train_iters": LAST, "checkpoint_interval": MIDDLE, "lr": 1e-2, "amax_history_length": 2},
+    **{
+        "num_layers": 3,
+        "train_iters": LAST,
+        "checkpoint_interval": MIDDLE,
+        "lr": 1e-2,
+        "amax_history_length": 2,
+    },
     **{"validation_iters": 1, "validation_interval": 2, "ema_type": "ema", "ema_beta": 0.8},
     **{"breadth_first_micro_batches": 2, "recompute_layers": 1},
 }
-# A whole block, which needs no gather after the first in ZeRO 1 and 2; a part of one with all biases; a scale of 0.
-FROZEN: dict[str, Any] = {"freeze": ("blocks.0", "blocks.1.attention", "*.bias"), "lr_scales": ("blocks.2.mlp.up:0",)}
-STORIES: dict[str, tuple[str, dict[str, Any]]] = {  # the run in whose middle it begins, and what is frozen from then on
+# A whole block, which needs no gather after the first in ZeRO 1 and 2; a part of one with all
+# biases; a scale of 0.
+FROZEN: dict[str, Any] = {
+    "freeze": ("blocks.0", "blocks.1.attention", "*.bias"),
+    "lr_scales": ("blocks.2.mlp.up:0",),
+}
+STORIES: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # the run in whose middle it begins, and what is frozen from then on
     "frozen": ("", FROZEN),
     "resumed": ("frozen", FROZEN),
     "thawed": ("frozen", {}),
@@ -47,11 +68,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 2, 2 buffers": {"zero_stage": 2, "num_weight_buffers": 2},
     "zero 3, 2 buffers": {"zero_stage": 3, "num_weight_buffers": 2},
 }
-LOW: dict[str, Any] = {"training_dtype": "bf16", "store_frozen_weights_in_optimization_precision": False}
+LOW: dict[str, Any] = {
+    "training_dtype": "bf16",
+    "store_frozen_weights_in_optimization_precision": False,
+}
 
 
 def wrong_forms(run: Any) -> list[str]:
-    """Return the frozen layers that compute with another weight than the rounded one, as it is or transposed.
+    """Return the frozen layers that compute with another weight than the rounded one, as it is or
+    transposed.
 
     Forms that a buffer keeps are not rounded again.
     """
@@ -83,8 +108,11 @@ def value(form: Any) -> NDArray[np.float64]:
     return form.numbers.double().numpy() * form.scale.double().numpy()  # type: ignore[no-any-return]
 
 
-def tell(distributed: Distributed, options: dict[str, Any], root: str, layouts: dict[str, str]) -> list[str]:
-    """Train each story in root/<story>, in its layout; return the frozen layers that computed with wrong weights."""
+def tell(
+    distributed: Distributed, options: dict[str, Any], root: str, layouts: dict[str, str]
+) -> list[str]:
+    """Train each story in root/<story>, in its layout; return the frozen layers that computed with
+    wrong weights."""
     wrong = []
     for story, layout in layouts.items():
         (source, frozen), folder = STORIES[story], Path(root, story)
@@ -104,12 +132,16 @@ def scales(folder: Path) -> Any:
 
 
 def assert_scales_of_frozen_weights(folder: Path) -> None:
-    """Check that delayed scales of frozen weights, with which a thawed layer begins, come from the saved weights."""
+    """Check that delayed scales of frozen weights, with which a thawed layer begins, come from the
+    saved weights."""
     contents, saved = read_all(folder / "checkpoints" / str(LAST)), scales(folder) or {}
     for name in frozen_names(contents):
         if (layer := name.removesuffix(".weight")) in saved:
             largest = np.float32(contents[name, "weights"].float().abs().max())
-            assert saved[layer][1] == (float(np.float32(1) / (np.float32(448) / largest)), [(0, float(largest))]), name
+            assert saved[layer][1] == (
+                float(np.float32(1) / (np.float32(448) / largest)),
+                [(0, float(largest))],
+            ), name
 
 
 def losses(folder: Path) -> list[float]:
@@ -125,7 +157,9 @@ def assert_goes_on(resumed: Path, whole: Path) -> None:
 
 def test_a_run_goes_on_or_is_thawed_in_another_layout(tmp_path: Path) -> None:
     """From one that keeps frozen weights rounded to one that rounds them at each use."""
-    layouts = dict(zip(("frozen", "resumed", "thawed"), ("zero 1", *["zero 3, 1 buffer"] * 2), strict=True))
+    layouts = dict(
+        zip(("frozen", "resumed", "thawed"), ("zero 1", *["zero 3, 1 buffer"] * 2), strict=True)
+    )
     assert run_distributed(2, tell, FORMATS["delayed"], str(tmp_path), layouts) == [[], []]
     assert_goes_on(tmp_path / "resumed", tmp_path / "frozen")
     assert scales(tmp_path / "frozen")
@@ -134,11 +168,15 @@ def test_a_run_goes_on_or_is_thawed_in_another_layout(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, LOW], ids=["32 bits", "16 bits"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_neither_layout_nor_restart_changes_a_bit(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_neither_layout_nor_restart_changes_a_bit(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     """Of losses, weights and delayed scales, in each story, on two ranks."""
     for layout in LAYOUTS:
         options = FORMATS[name] | more
-        assert run_distributed(2, tell, options, str(tmp_path / layout), dict.fromkeys(STORIES, layout)) == [[], []]
+        assert run_distributed(
+            2, tell, options, str(tmp_path / layout), dict.fromkeys(STORIES, layout)
+        ) == [[], []]
         assert_goes_on(tmp_path / layout / "resumed", tmp_path / layout / "frozen")
         for story in STORIES:
             found, expected = tmp_path / layout / story, tmp_path / "zero 1" / story
@@ -150,7 +188,8 @@ def test_neither_layout_nor_restart_changes_a_bit(name: str, more: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_losses_are_close_to_those_without_8_bits(name: str, tmp_path: Path) -> None:
-    """Of every story; runs differ by 0.7 percent at most, and by 3.5 with frozen weights near zero."""
+    """Of every story; runs differ by 0.7 percent at most, and by 3.5 with frozen weights near
+    zero."""
     for kind, options in (("rounded", FORMATS[name]), ("plain", {})):
         run_distributed(1, tell, options, str(tmp_path / kind), dict.fromkeys(STORIES, "zero 1"))
     for story in STORIES:
@@ -169,7 +208,9 @@ def test_ranks_that_share_layers_and_pipelines(more: dict[str, Any], tmp_path: P
     options = {**FORMATS["delayed"], "num_layers": 4, "ema_type": "none", "recompute_layers": 0}
     assert run_distributed(1, tell, options, str(alone), {"frozen": "zero 1"}) == [[]]
     ranks = {name: size for name, size in more.items() if name.endswith("_parallel")}
-    assert run_distributed(2, tell, {**options, **more}, str(shared), {"frozen": "zero 1"}, **ranks) == [[], []]
+    assert run_distributed(
+        2, tell, {**options, **more}, str(shared), {"frozen": "zero 1"}, **ranks
+    ) == [[], []]
     assert_scales_of_frozen_weights(shared / "frozen")
     if "pipeline_parallel" in more:
         assert curve(shared / "frozen") == curve(alone / "frozen")
@@ -179,8 +220,14 @@ def test_ranks_that_share_layers_and_pipelines(more: dict[str, Any], tmp_path: P
 
 
 def test_a_checkpoint_with_wrong_numbers_is_named(tmp_path: Path) -> None:
-    """The version that missed the magnitudes of frozen weights missed their scales; no other checkpoint is named."""
-    options = {**FORMATS["delayed"], "freeze": ("blocks.0",), "checkpoint_interval": 1, "train_iters": 3}
+    """The version that missed the magnitudes of frozen weights missed their scales; no other
+    checkpoint is named."""
+    options = {
+        **FORMATS["delayed"],
+        "freeze": ("blocks.0",),
+        "checkpoint_interval": 1,
+        "train_iters": 3,
+    }
     run_distributed(1, train_on, {**options, "experiment_dir": str(tmp_path / "run")})
     for age in (0, 2):
         resumed = tmp_path / str(age)
@@ -191,7 +238,9 @@ def test_a_checkpoint_with_wrong_numbers_is_named(tmp_path: Path) -> None:
                 magnitudes[:] = [(age, magnitude) for _, magnitude in magnitudes]
         (resumed / "checkpoints" / "3" / "manifest.json").write_text(manifest.dump(content))
         run_distributed(1, train_on, {**options, "train_iters": 4, "experiment_dir": str(resumed)})
-        words = "an earlier version computed with wrong weights in frozen layers (blocks.0.attention"
+        words = (
+            "an earlier version computed with wrong weights in frozen layers (blocks.0.attention"
+        )
         assert log_of(resumed).count(words) == (age > 0)
         mended = manifest.read(resumed / "checkpoints" / "4")
         assert list(wrong_frozen_layers(mended)) == []

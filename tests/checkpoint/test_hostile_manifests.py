@@ -1,7 +1,9 @@
-"""Manifests with a right checksum and wrong content: refused in one line, or accepted with the meaning that they state.
+"""Manifests with a right checksum and wrong content: refused in one line, or accepted with the
+meaning that they state.
 
-Whatever is accepted goes through everything that a resume reads from it: comparisons with the command line, the state
-of the optimizer, its guards and the log window, the shards, and the model that a converter builds.
+Whatever is accepted goes through everything that a resume reads from it: comparisons with the
+command line, the state of the optimizer, its guards and the log window, the shards, and the model
+that a converter builds.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ CPU = torch.device("cpu")
 
 
 class State:
-    """Everything of a run that has state beside the shards, as `Optimizer` and `LogWindow` put it together."""
+    """Everything of a run that has state beside the shards, as `Optimizer` and `LogWindow` put it
+    together."""
 
     def __init__(self) -> None:
         options = OptimizerConfig(skip_bad_steps=True, skip_bad_steps_window=4)
@@ -51,7 +54,9 @@ class State:
         distributed: Any = one_rank()
         trained: Any = (None, SimpleNamespace(has_memory=True))
         ranges = Ranges([Range(64 * i, 64 * i + 64, 1.0, 1.0) for i in range(3)], CPU)
-        self.clipping: UpdateClipping = NormClipping(RollingStatistics(4, 6.0, CPU), [trained], [ranges], distributed)
+        self.clipping: UpdateClipping = NormClipping(
+            RollingStatistics(4, 6.0, CPU), [trained], [ranges], distributed
+        )
         self.averaging = Averaging(AveragingConfig(ema_type="ema"), [])
         self.window = LogWindow(CPU)
         self.updates = torch.zeros(())
@@ -63,7 +68,10 @@ class State:
             loss = torch.rand((), generator=generator, dtype=torch.float64)
             loss = loss * torch.nan if step == steps else loss
             verdict = self.guard.judge(
-                step, loss, torch.rand((), generator=generator), self.scale.can_shrink() if self.scale.dynamic else None
+                step,
+                loss,
+                torch.rand((), generator=generator),
+                self.scale.can_shrink() if self.scale.dynamic else None,
             )
             self.scale.update(verdict.overflow)
             self.clipping.factors([torch.rand(3, generator=generator).double()], verdict.skipped)
@@ -129,16 +137,21 @@ def values(saved: Path) -> dict[str, Any]:
 
 
 def use(content: manifest.Manifest) -> None:
-    """Read from a manifest what a resume and a converter read; only a CheckpointError may come of it."""
+    """Read from a manifest what a resume and a converter read; only a CheckpointError may come of
+    it."""
     for config in (CONFIG, OTHER):
-        for difference in compatibility.differences(content.config, config, "architecture", "data", None):
+        for difference in compatibility.differences(
+            content.config, config, "architecture", "data", None
+        ):
             assert str(difference).isprintable()
         for moved in (compatibility.moved_samples, compatibility.moved_rate):
             assert (moved(content.config, config, content.iteration) or "x").isprintable()
         list(compatibility.data_changes(content, config, {"sets": [], "tokenizer": None}))
     compatibility.saved_optimizer(content.config)
     State().load(content.state)
-    State().guard.dropped.load_state(content.state["optimizer"].get("guard", {}).get("dropped", run_dropped()))
+    State().guard.dropped.load_state(
+        content.state["optimizer"].get("guard", {}).get("dropped", run_dropped())
+    )
     model_folder.saved_model_type(content.config)
     try:
         model_folder.resolved_model(model_folder.checkpoint_values(content.config, "here"), "here")
@@ -160,9 +173,46 @@ JUNK: tuple[Callable[[], Any], ...] = tuple(
     for value in (
         *(None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63 - 1, 2**63, 10**400, -(10**300)),
         *(0.0, -0.0, 1e-320, 0.5, 1.5, -2.5, 1e308, float("nan"), float("inf"), float("-inf")),
-        *("", "x", "zz", "0", "nan", "../x", "a" * 5000, "\x1b[31m", "\ud800", "\0", "0x1.8p+1", "0x1p+9999", "1:2"),
-        *("0:0", "constant,-1,1e-3", "linear,5,1,0;x", "adamw", "auto", "all", "none", "full:3", "activation,full:8"),
-        *([], [[]], {}, {"a": 1}, [1, 2], [1.0, 2.0], ["a"], ["0:1"], [None], [[1.0, 2.0]], [[1.0]], [[]] * 20_000),
+        *(
+            "",
+            "x",
+            "zz",
+            "0",
+            "nan",
+            "../x",
+            "a" * 5000,
+            "\x1b[31m",
+            "\ud800",
+            "\0",
+            "0x1.8p+1",
+            "0x1p+9999",
+            "1:2",
+        ),
+        *(
+            "0:0",
+            "constant,-1,1e-3",
+            "linear,5,1,0;x",
+            "adamw",
+            "auto",
+            "all",
+            "none",
+            "full:3",
+            "activation,full:8",
+        ),
+        *(
+            [],
+            [[]],
+            {},
+            {"a": 1},
+            [1, 2],
+            [1.0, 2.0],
+            ["a"],
+            ["0:1"],
+            [None],
+            [[1.0, 2.0]],
+            [[1.0]],
+            [[]] * 20_000,
+        ),
     )
 )
 
@@ -172,30 +222,45 @@ def similar(value: Any, generator: random.Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
-        number = generator.choice((value + 1, value * 2, value - 1, generator.randrange(1, 10**6), 2**62))
+        number = generator.choice(
+            (value + 1, value * 2, value - 1, generator.randrange(1, 10**6), 2**62)
+        )
         return type(value)(number) if abs(number) < 1e300 else value
     if isinstance(value, list):
         return copy.deepcopy(value[: generator.randrange(len(value) + 1)])
-    return value if value is None or isinstance(value, dict) else generator.choice(("x", "adamw", value + "1", ""))
+    return (
+        value
+        if value is None or isinstance(value, dict)
+        else generator.choice(("x", "adamw", value + "1", ""))
+    )
 
 
 def changed(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
-    """Return the values after one to three changes at random places, most of them in the options and the state."""
+    """Return the values after one to three changes at random places, most of them in the options
+    and the state."""
     values = copy.deepcopy(values)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         node: Any = values
-        key: Any = generator.choice(("config", "config", "state", "state", "files", "parameters", *values))
+        key: Any = generator.choice(
+            ("config", "config", "state", "state", "files", "parameters", *values)
+        )
         while key in ("config", "state") or generator.random() < 0.8:
             child = node[key] if not isinstance(node, dict) else node.get(key)
             if not isinstance(child, (dict, list)) or not child:
                 break
             node = child
-            key = generator.choice(list(node)) if isinstance(node, dict) else generator.randrange(len(node))
+            key = (
+                generator.choice(list(node))
+                if isinstance(node, dict)
+                else generator.randrange(len(node))
+            )
         way = generator.random()
         if way < 0.1 and isinstance(node, dict) and key in node:
             del node[key]
         elif way < 0.2 and isinstance(node, dict):
-            node[generator.choice(("extra", "", "lr", "updates", "a" * 300))] = generator.choice(JUNK)()
+            node[generator.choice(("extra", "", "lr", "updates", "a" * 300))] = generator.choice(
+                JUNK
+            )()
         elif way < 0.3 and isinstance(node, list):
             node.extend(copy.deepcopy(node) * generator.choice((1, 3)))
         elif way < 0.4 and isinstance(node, dict):
@@ -207,7 +272,9 @@ def changed(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
     return values
 
 
-def fuzz(values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any]) -> tuple[int, int]:
+def fuzz(
+    values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any]
+) -> tuple[int, int]:
     """Return how many of the changed manifests were accepted and refused; load what is accepted."""
     generator = random.Random(15)
     accepted = 0
@@ -219,7 +286,11 @@ def fuzz(values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any
         try:
             content = manifest.read(folder)
         except DamagedError as error:
-            assert str(error).startswith("manifest.json: ") and str(error).isprintable() and len(str(error)) < 700, case
+            assert (
+                str(error).startswith("manifest.json: ")
+                and str(error).isprintable()
+                and len(str(error)) < 700
+            ), case
             refused += 1
         else:
             if now["version"] == manifest.VERSION:
@@ -231,17 +302,21 @@ def fuzz(values: dict[str, Any], folder: Path, cases: int, layout: dict[str, Any
             loaded, _, lines = load(folder.parent, layout.get("tensor_ranks", 1), **layout)
         except CheckpointError:  # of another model
             continue
-        assert loaded is not None and (loaded.iteration == 10) == any("; skipped, " in line for line in lines), case
+        assert loaded is not None and (loaded.iteration == 10) == any(
+            "; skipped, " in line for line in lines
+        ), case
     return accepted, refused
 
 
-@pytest.mark.parametrize("version", [3, *(pytest.param(version, marks=pytest.mark.slow) for version in (4, 5)), 6])
+@pytest.mark.parametrize(
+    "version", [3, *(pytest.param(version, marks=pytest.mark.slow) for version in (4, 5)), 6]
+)
 @pytest.mark.parametrize("cases", [60, pytest.param(5000, marks=pytest.mark.slow)])
 def test_random_content_is_refused_or_means_what_it_says(
     saved: Path, values: dict[str, Any], version: int, cases: int, tmp_path: Path
 ) -> None:
-    """No other exception, in less than a second each, within 100 MiB; nothing is read outside of its files, and what
-    cannot be used is reported and survived."""
+    """No other exception, in less than a second each, within 100 MiB; nothing is read outside of
+    its files, and what cannot be used is reported and survived."""
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     layout = {3: AVERAGED, 4: FROZEN}.get(version, TENSOR)  # columns since version 5
     if version < 5:
@@ -272,24 +347,56 @@ COLUMNS = "parameters/blocks.0.mlp.up.weight/weights"  # (65, 16), of which two 
         ("iteration", 20.0, "iteration is not a count"),
         ("world_size", True, "world_size is not a positive count"),
         ("world_size", 3, "names 4 files for 3 ranks"),
-        ("files/rank_001.safetensors/size", float("nan"), "files.rank_001.safetensors.size is not a positive count"),
+        (
+            "files/rank_001.safetensors/size",
+            float("nan"),
+            "files.rank_001.safetensors.size is not a positive count",
+        ),
         ("files/rank_001.safetensors/size", 10**30, "size is not a positive count"),
-        ("files/rank_001.safetensors/size", 2**60, "rank_001.safetensors has not a checksum for each block"),
+        (
+            "files/rank_001.safetensors/size",
+            2**60,
+            "rank_001.safetensors has not a checksum for each block",
+        ),
         ("files/rank_001.safetensors/block_bytes", 0, "block_bytes is not a positive count"),
         ("files/rank_001.safetensors/crc32", -1, "crc32 is not hexadecimal digits"),
         ("files/rank_001.safetensors/crc32", "x" * 8, "crc32 is not hexadecimal digits"),
         ("files/rank_001.safetensors/crc32", "", "has not a checksum for each block"),
         ("parameters/x", None, "parameters.x is not an object"),
-        ("parameters/embedding.word.weight/dtype", "float64", "dtype is not float32 or bfloat16 or float16"),
-        ("parameters/embedding.word.weight/dtype", ["bfloat16"], "dtype is not float32 or bfloat16 or float16"),
-        ("parameters/embedding.word.weight/dtype", "bfloat16", "the slices of weights have another number of bytes"),
+        (
+            "parameters/embedding.word.weight/dtype",
+            "float64",
+            "dtype is not float32 or bfloat16 or float16",
+        ),
+        (
+            "parameters/embedding.word.weight/dtype",
+            ["bfloat16"],
+            "dtype is not float32 or bfloat16 or float16",
+        ),
+        (
+            "parameters/embedding.word.weight/dtype",
+            "bfloat16",
+            "the slices of weights have another number of bytes",
+        ),
         ("parameters/embedding.word.weight/shape", [37, 0], "shape[1] is not a positive count"),
         ("parameters/embedding.word.weight/shape", [2**62] * 8, "the slices of weights hold"),
-        ("parameters/embedding.word.weight/shape", [38, 16], "the slices of weights hold 592 of 608 elements"),
+        (
+            "parameters/embedding.word.weight/shape",
+            [38, 16],
+            "the slices of weights hold 592 of 608 elements",
+        ),
         ("parameters/embedding.word.weight/momentum", [], "has the unknown key 'momentum'"),
-        ("parameters/embedding.word.weight/weights", DELETE, "parameters.embedding.word.weight has no weights"),
+        (
+            "parameters/embedding.word.weight/weights",
+            DELETE,
+            "parameters.embedding.word.weight has no weights",
+        ),
         ("parameters/embedding.word.weight/average", None, "average is not a list"),
-        ("parameters/embedding.word.weight/average", [], "the slices of average hold 0 of 592 elements"),
+        (
+            "parameters/embedding.word.weight/average",
+            [],
+            "the slices of average hold 0 of 592 elements",
+        ),
         (WEIGHTS + "/0", DELETE, "the slices of weights leave a gap or overlap at element 0"),
         (WEIGHTS + "/0", [1, 2, 3], "weights[0] is not a list of 5"),
         (WEIGHTS + "/0/0", "rank_009.safetensors", "are not inside of the listed files"),
@@ -305,10 +412,18 @@ COLUMNS = "parameters/blocks.0.mlp.up.weight/weights"  # (65, 16), of which two 
         ("state", [], "state is not an object"),
         ("state/optimizer", None, "state.optimizer is not an object"),
         ("state/optimizer/updates", -1, "state.optimizer.updates is not a count"),
-        ("state/optimizer/loss_scale/scale", 1e300, "state.optimizer.loss_scale.scale is not a number > 0 that fits"),
+        (
+            "state/optimizer/loss_scale/scale",
+            1e300,
+            "state.optimizer.loss_scale.scale is not a number > 0 that fits",
+        ),
         ("state/optimizer/loss_scale/patience", 1.0, "patience is not an integer"),
         ("state/optimizer/guard/dropped/last", ["0x0.0p+0"], "last is not a list of 5"),
-        ("state/optimizer/guard/dropped/last", ["nan"] * 5, "last[4] is not a hexadecimal float that is an iteration"),
+        (
+            "state/optimizer/guard/dropped/last",
+            ["nan"] * 5,
+            "last[4] is not a hexadecimal float that is an iteration",
+        ),
         ("state/optimizer/guard/usual", [[1.0]], "usual[0] is not a list of 2"),
         ("state/optimizer/averaging", {"type": "ema"}, "state.optimizer.averaging has no updates"),
         ("state/window/loss", "1.5", "state.window.loss is not a hexadecimal float"),
@@ -319,9 +434,17 @@ COLUMNS = "parameters/blocks.0.mlp.up.weight/weights"  # (65, 16), of which two 
         ("config/batch_size", 0, "config: batch_size: must be >= 1"),
         ("config/batch_size", 10**400, "config: batch_size: too large"),
         ("config/batch_size_schedule", [1, 2], "config: batch_size_schedule: must be of type str"),
-        ("config/batch_size_schedule", ["1"], "config: batch_size_schedule: --batch_size_schedule=1: "),
+        (
+            "config/batch_size_schedule",
+            ["1"],
+            "config: batch_size_schedule: --batch_size_schedule=1: ",
+        ),
         ("config/lr_schedule", "x", "config: lr_schedule: --lr_schedule: stage 1"),
-        ("config/rotary_embedding_scale", "zz", "config: rotary_embedding_scale: must be of type float"),
+        (
+            "config/rotary_embedding_scale",
+            "zz",
+            "config: rotary_embedding_scale: must be of type float",
+        ),
         ("config/optimizer", ["a"], "config: optimizer: must be of type str"),
         ("config/optimizer", "other", "config: optimizer: takes adamw"),
         ("config/gated", 1, "config: gated: must be of type bool"),
@@ -330,7 +453,9 @@ COLUMNS = "parameters/blocks.0.mlp.up.weight/weights"  # (65, 16), of which two 
         ("config/data_path", ["\x1b[31m"], "config: data_path: contains a control character"),
     ],
 )
-def test_wrong_content_is_named(values: dict[str, Any], place: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_content_is_named(
+    values: dict[str, Any], place: str, value: Any, message: str, tmp_path: Path
+) -> None:
     """One line names the place and the rule; a run falls back to an older checkpoint."""
     now = copy.deepcopy(values)
     *path, key = place.split("/")
@@ -350,7 +475,13 @@ def test_wrong_content_is_named(values: dict[str, Any], place: str, value: Any, 
 
 @pytest.mark.parametrize(
     "name",
-    ["../../etc/passwd", "/etc/passwd", "a/rank_001.safetensors", "rank_001.safetensors\n", "rank_٠٠١.safetensors"],
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "a/rank_001.safetensors",
+        "rank_001.safetensors\n",
+        "rank_٠٠١.safetensors",
+    ],
 )
 def test_a_file_has_a_name_of_the_format(values: dict[str, Any], name: str, tmp_path: Path) -> None:
     """No path leads out of the folder."""
@@ -364,12 +495,16 @@ def test_a_file_has_a_name_of_the_format(values: dict[str, Any], name: str, tmp_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("embedding.word.weight", "parameter 'embedding.word.weight': the slices of exp_avg leave a gap or overlap at"),
+        (
+            "embedding.word.weight",
+            "parameter 'embedding.word.weight': the slices of exp_avg leave a gap or overlap at",
+        ),
         ("blocks.0.mlp.up.weight", "the slices of exp_avg leave gaps or overlap from element"),
     ],
 )
 def test_slices_that_leave_a_gap(name: str, message: str, tmp_path: Path) -> None:
-    """A slice that a forger moved away makes a checkpoint damaged; between columns the gap is found by who reads it."""
+    """A slice that a forger moved away makes a checkpoint damaged; between columns the gap is found
+    by who reads it."""
     for iteration in (10, 20):
         save(tmp_path, iteration, iteration // 10, world_size=2, tensor_ranks=2)
     content = json.loads((tmp_path / "20" / "manifest.json").read_bytes())
@@ -379,10 +514,15 @@ def test_slices_that_leave_a_gap(name: str, message: str, tmp_path: Path) -> Non
 
 
 def test_other_versions_may_have_other_options(values: dict[str, Any], tmp_path: Path) -> None:
-    """Unknown options and missing ones are no damage, whatever the values of the unknown ones are."""
+    """Unknown options and missing ones are no damage, whatever the values of the unknown ones
+    are."""
     now = copy.deepcopy(values)
     now["config"]["option_of_tomorrow"] = {"a": [1, None]}
-    del now["config"]["batch_size"], now["config"]["lr_decay_iters"], now["config"]["batch_size_schedule"]
+    del (
+        now["config"]["batch_size"],
+        now["config"]["lr_decay_iters"],
+        now["config"]["batch_size_schedule"],
+    )
     (tmp_path / "manifest.json").write_bytes(seal(now))
     use(manifest.read(tmp_path))
     for state in (run_state(), convert._fresh_state()):

@@ -1,4 +1,5 @@
-"""A mirror knows its run and its history: which side goes on, what is refused, and that nothing is lost.
+"""A mirror knows its run and its history: which side goes on, what is refused, and that nothing is
+lost.
 
 A history is written as a word: one letter an iteration, by the options that the iteration had.
 """
@@ -22,7 +23,13 @@ from megatron_lite.checkpoint import manifest, mirror, retention
 from megatron_lite.checkpoint.history import History, history_of, shared_iterations
 from megatron_lite.checkpoint.mirror import Mirror
 from megatron_lite.checkpoint.names import new_nonce
-from megatron_lite.config import BatchConfig, CheckpointConfig, Config, LearningRateConfig, RunConfig
+from megatron_lite.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    LearningRateConfig,
+    RunConfig,
+)
 from megatron_lite.errors import CheckpointError, RunError, StorageError, UsageError
 from tests.checkpoint import test_writing
 from tests.support.mirrors import RUN, finish, load_chosen, make, restore, save, wait_until
@@ -49,7 +56,9 @@ def folder(root: Path, *words: str, run: str = RUN) -> Path:
     """Make a directory with the checkpoints of these histories' ends."""
     for word in words:
         save_word(root, word, run)
-    (root / "metrics.jsonl").write_text("".join(f'{{"iteration": {len(word)}, "of": "{word}"}}\n' for word in words))
+    (root / "metrics.jsonl").write_text(
+        "".join(f'{{"iteration": {len(word)}, "of": "{word}"}}\n' for word in words)
+    )
     return root
 
 
@@ -64,31 +73,46 @@ def word_of(checkpoint: Path) -> str:
     return "".join(str(history.options_after(at))[0] for at in range(content.iteration))
 
 
-# -- what a history is -----------------------------------------------------------------------------------------------
+# -- what a history is
+# -----------------------------------------------------------------------------------------------
 
 
 def test_options_that_change_numbers_change_the_history() -> None:
-    """The same options go on in the same history, whatever a start writes or logs; another learning rate does not."""
+    """The same options go on in the same history, whatever a start writes or logs; another learning
+    rate does not."""
     history = History(RUN, ()).continued(0, Config())
     assert history.continued(5, Config(run=RunConfig(log_interval=7))) == history
     other = history.continued(5, Config(learning_rate=LearningRateConfig(lr=1.0)))
     assert [start for start, _ in other.changes] == [0, 5]
-    assert [start for start, _ in other.continued(9, Config(batch=BatchConfig(batch_size=3))).changes] == [0, 5, 9]
+    assert [
+        start for start, _ in other.continued(9, Config(batch=BatchConfig(batch_size=3))).changes
+    ] == [0, 5, 9]
 
 
 @pytest.mark.parametrize(
     ("one", "other", "shared"),
-    [("aaa", "aaaaa", 3), ("aab", "aabb", 3), ("aab", "aaab", 2), ("aab", "aaa", 2), ("b", "a", 0), ("aa", "aa", 2)],
+    [
+        ("aaa", "aaaaa", 3),
+        ("aab", "aabb", 3),
+        ("aab", "aaab", 2),
+        ("aab", "aaa", 2),
+        ("b", "a", 0),
+        ("aa", "aa", 2),
+    ],
 )
 def test_two_checkpoints_share_the_iterations_with_the_same_options(
     one: str, other: str, shared: int, tmp_path: Path
 ) -> None:
     left, right = folder(tmp_path / "a", one), folder(tmp_path / "b", other)
-    contents = [manifest.read(root / "checkpoints" / str(len(word))) for root, word in ((left, one), (right, other))]
+    contents = [
+        manifest.read(root / "checkpoints" / str(len(word)))
+        for root, word in ((left, one), (right, other))
+    ]
     assert shared_iterations(*contents) == shared_iterations(*reversed(contents)) == shared
 
 
-# -- whose a mirror is ------------------------------------------------------------------------------------------------
+# -- whose a mirror is
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,11 +130,16 @@ def test_two_checkpoints_share_the_iterations_with_the_same_options(
         lambda root: str(link(root / "out", root.parent)),
     ],
 )
-def test_a_mirror_and_its_directory_do_not_overlap(spelled: Callable[[Path], str], tmp_path: Path) -> None:
-    """However it is spelled; the mirror once renamed an empty copy over the metrics that the run was writing."""
+def test_a_mirror_and_its_directory_do_not_overlap(
+    spelled: Callable[[Path], str], tmp_path: Path
+) -> None:
+    """However it is spelled; the mirror once renamed an empty copy over the metrics that the run
+    was writing."""
     root = folder(tmp_path / "outer" / "run", "a")
     before = digests(root)
-    with pytest.raises(UsageError, match="--mirror=.*: it is, contains or lies in --experiment_dir="):
+    with pytest.raises(
+        UsageError, match="--mirror=.*: it is, contains or lies in --experiment_dir="
+    ):
         make(root, spelled(root))
     assert digests(root) == before
     make(root, str(tmp_path / "outer.mirror"))
@@ -122,7 +151,9 @@ def link(path: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["s3", "folder"])
-def test_the_mirror_of_another_run_is_refused_and_untouched(kind: str, bucket: Any, tmp_path: Path) -> None:
+def test_the_mirror_of_another_run_is_refused_and_untouched(
+    kind: str, bucket: Any, tmp_path: Path
+) -> None:
     """At the start, with checkpoints or without; by --adopt_mirror=1 it becomes this run's."""
     address = f"s3://{bucket.name}/m" if kind == "s3" else str(tmp_path / "m")
     first = folder(tmp_path / "a", "a", "aa")
@@ -130,11 +161,15 @@ def test_the_mirror_of_another_run_is_refused_and_untouched(kind: str, bucket: A
     made.close(1.0, None)
     before = store_content(address)
     second = folder(tmp_path / "b", "b", run=OTHER_RUN)
-    with pytest.raises(StorageError, match="--mirror=.*: it belongs to another run, started on .*--adopt_mirror=1"):
+    with pytest.raises(
+        StorageError, match="--mirror=.*: it belongs to another run, started on .*--adopt_mirror=1"
+    ):
         restore(make(second, address, OTHER_RUN))
     late = make(second, address, OTHER_RUN)  # the store could not be reached at its start, say
     late.update()
-    with pytest.raises(StorageError, match="--mirror=.*: another run uses it, started on .*copies nothing more"):
+    with pytest.raises(
+        StorageError, match="--mirror=.*: another run uses it, started on .*copies nothing more"
+    ):
         late.close(60.0, None)
     assert store_content(address) == before
     adopted = make(second, address, OTHER_RUN, adopt_mirror=True, mirror_ahead="set_aside")
@@ -149,10 +184,13 @@ def test_the_mirror_of_another_run_is_refused_and_untouched(kind: str, bucket: A
 
 
 def test_a_claim_without_a_checkpoint_is_respected(tmp_path: Path) -> None:
-    """Another run has begun its first upload: a run that starts from scratch must not share its mirror."""
+    """Another run has begun its first upload: a run that starts from scratch must not share its
+    mirror."""
     store = tmp_path / "m"
     store.mkdir()
-    (store / "mirror.json").write_text(json.dumps({"run": OTHER_RUN, "start": "0" * 16, "host": "there"}))
+    (store / "mirror.json").write_text(
+        json.dumps({"run": OTHER_RUN, "start": "0" * 16, "host": "there"})
+    )
     with pytest.raises(StorageError, match="it belongs to another run, started on there"):
         make(tmp_path / "a", str(store)).compare()
     make(tmp_path / "a", str(store), adopt_mirror=True).compare()
@@ -162,7 +200,8 @@ def test_a_claim_without_a_checkpoint_is_respected(tmp_path: Path) -> None:
 def test_of_two_runs_that_claim_a_mirror_at_once_one_ends(
     kind: str, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both find no claim, both write theirs, one reads its own back; the other ends with code 8 and wrote nothing."""
+    """Both find no claim, both write theirs, one reads its own back; the other ends with code 8 and
+    wrote nothing."""
     address = f"s3://{bucket.name}/m" if kind == "s3" else str(tmp_path / "m")
     monkeypatch.setattr(mirror, "CLAIM_S", 1.0)
     lost: dict[str, RunError] = {}
@@ -177,11 +216,19 @@ def test_of_two_runs_that_claim_a_mirror_at_once_one_ends(
         one.update()
     wait_until(lambda: len(lost) == 1 and any(one._done for one in made.values()))
     (loser, error), (winner,) = next(iter(lost.items())), runs.keys() - lost.keys()
-    assert isinstance(error, StorageError) and error.exit_code == 8 and "another run uses it" in str(error)
+    assert (
+        isinstance(error, StorageError)
+        and error.exit_code == 8
+        and "another run uses it" in str(error)
+    )
     with pytest.raises(StorageError):
         made[loser].close(1.0, None)
     assert json.loads(store_content(address)["mirror.json"])["run"] == winner
-    saves = [manifest.parse(data) for name, data in store_content(address).items() if name.endswith("manifest.json")]
+    saves = [
+        manifest.parse(data)
+        for name, data in store_content(address).items()
+        if name.endswith("manifest.json")
+    ]
     assert {history_of(content).run for content in saves} == {winner}
 
 
@@ -200,7 +247,9 @@ def test_a_start_takes_the_mirror_over_and_the_one_before_it_ends(tmp_path: Path
     assert store_content(address) == before
 
 
-def test_a_mirror_of_an_earlier_version_is_adopted_if_its_newest_save_is_here(tmp_path: Path) -> None:
+def test_a_mirror_of_an_earlier_version_is_adopted_if_its_newest_save_is_here(
+    tmp_path: Path,
+) -> None:
     """Else the start is refused with the flag that adopts it."""
     address, root = str(tmp_path / "m"), tmp_path / "a"
     for iteration in (1, 2):
@@ -211,7 +260,9 @@ def test_a_mirror_of_an_earlier_version_is_adopted_if_its_newest_save_is_here(tm
     made = make(root, address)
     made.compare()
     finish(made)
-    shutil.copytree(store.parent, tmp_path / "n", ignore=lambda _, names: {"mirror.json"} & set(names))
+    shutil.copytree(
+        store.parent, tmp_path / "n", ignore=lambda _, names: {"mirror.json"} & set(names)
+    )
     shutil.rmtree(root / "checkpoints")
     test_writing.save(root / "checkpoints", 2, 9)
     with pytest.raises(StorageError, match="--adopt_mirror=1"):
@@ -219,10 +270,13 @@ def test_a_mirror_of_an_earlier_version_is_adopted_if_its_newest_save_is_here(tm
     make(root, str(tmp_path / "n"), adopt_mirror=True).compare()
 
 
-# -- which history goes on ---------------------------------------------------------------------------------------------
+# -- which history goes on
+# ---------------------------------------------------------------------------------------------
 
 
-def test_a_stale_disk_goes_on_from_the_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stale_disk_goes_on_from_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The log says so, and the metrics of the iterations that are only there come along."""
     ahead, address = folder(tmp_path / "a", "a", "aa", "aaa"), str(tmp_path / "m")
     finish(make(ahead, address))
@@ -245,7 +299,10 @@ def test_after_a_fork_only_the_user_decides(side: str | None, tmp_path: Path) ->
     before, own = digests(address), digests(here)
     made = make(here, str(address), mirror_ahead=side)
     if side is None:
-        with pytest.raises(CheckpointError, match="after iteration 1 .*--mirror_ahead=restore.*--mirror_ahead=set_as"):
+        with pytest.raises(
+            CheckpointError,
+            match="after iteration 1 .*--mirror_ahead=restore.*--mirror_ahead=set_as",
+        ):
             made.compare()
         assert digests(address) == before and digests(here) == own
         return
@@ -256,23 +313,34 @@ def test_after_a_fork_only_the_user_decides(side: str | None, tmp_path: Path) ->
         assert "aab" in (here / "metrics.jsonl").read_text()
     else:
         assert newest_word(here) == "ac" and newest_word(address) == "ac"
-        assert [word_of(address / "checkpoints/set_aside/1" / name) for name in "23"] == ["aa", "aab"]
+        assert [word_of(address / "checkpoints/set_aside/1" / name) for name in "23"] == [
+            "aa",
+            "aab",
+        ]
         assert "aab" in (address / "checkpoints/set_aside/1/metrics.jsonl").read_text()
     make(here, str(address)).compare()
 
 
 @pytest.mark.parametrize("followed", ["here", "there"])
 def test_the_branch_that_a_return_has_left_is_a_fork(followed: str, tmp_path: Path) -> None:
-    """Where one side has followed --resume_iteration, and the other one still holds the branch that was left.
+    """Where one side has followed --resume_iteration, and the other one still holds the branch that
+    was left.
 
-    As on a stale disk: checkpoint 2 of the branch that was left took the place of the newer one in the mirror.
+    As on a stale disk: checkpoint 2 of the branch that was left took the place of the newer one in
+    the mirror.
     """
     left = folder(tmp_path / "a", "a", "ab")
     back = folder(tmp_path / "b", "a")
     address = tmp_path / "m"
     flag = CheckpointConfig(resume_iteration=1)
     for word in ("ac", "acc"):
-        save(back / "checkpoints", len(word), 0, changes=changes_of(word), config=Config(checkpoint=flag))
+        save(
+            back / "checkpoints",
+            len(word),
+            0,
+            changes=changes_of(word),
+            config=Config(checkpoint=flag),
+        )
     here, there = (back, left) if followed == "here" else (left, back)
     finish(made := make(there, str(address)))
     made.close(1.0, None)
@@ -286,20 +354,29 @@ def test_the_branch_that_a_return_has_left_is_a_fork(followed: str, tmp_path: Pa
 
 
 def test_nothing_is_restored_before_the_choice_is_known_to_work(tmp_path: Path) -> None:
-    """A mistyped --resume_iteration names the checkpoints there; --load_policy=never restores nothing."""
+    """A mistyped --resume_iteration names the checkpoints there; --load_policy=never restores
+    nothing."""
     address = str(tmp_path / "m")
     finish(make(folder(tmp_path / "a", "a", "aa", "aaa"), address))
-    with pytest.raises(CheckpointError, match="no checkpoint of this iteration in .*write one of these: 1, 2, 3"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of this iteration in .*write one of these: 1, 2, 3"
+    ):
         restore(make(tmp_path / "b", address, resume_iteration=4))
-    with pytest.raises(CheckpointError, match="--load_policy=never: --mirror=.* has checkpoints, the newest of .* 3"):
+    with pytest.raises(
+        CheckpointError,
+        match="--load_policy=never: --mirror=.* has checkpoints, the newest of .* 3",
+    ):
         restore(make(tmp_path / "b", address, load_policy="never"))
     assert not (tmp_path / "b").exists()
     restore(make(tmp_path / "b", address, resume_iteration=2, load_policy="require"))
     assert checkpoints(tmp_path / "b") == [2]
 
 
-def test_the_newest_good_checkpoint_of_both_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is damaged in another place; the log says where the one that is used came from, and no copy is deleted."""
+def test_the_newest_good_checkpoint_of_both_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is damaged in another place; the log says where the one that is used came from, and no
+    copy is deleted."""
     here, address = folder(tmp_path / "a", "a", "aa", "aaa"), tmp_path / "m"
     finish(make(here, str(address)))
     for checkpoint in (here / "checkpoints/3", here / "checkpoints/2", address / "checkpoints/3"):
@@ -309,7 +386,10 @@ def test_the_newest_good_checkpoint_of_both_is_used(tmp_path: Path, caplog: pyte
     assert "/3: rank_000" in loaded[1][0] and "skipped" in loaded[1][0]
     assert "/2: rank_000" in loaded[1][1] and loaded[1][1].endswith("; the mirror's is used")
     assert f"--mirror={address}: checkpoints/3: rank_000" in caplog.text
-    assert len(list((here / "checkpoints").glob("2.aside-*"))) == 1 and (here / "checkpoints" / "3").exists()
+    assert (
+        len(list((here / "checkpoints").glob("2.aside-*"))) == 1
+        and (here / "checkpoints" / "3").exists()
+    )
 
 
 def damage(checkpoint: Path) -> None:
@@ -320,7 +400,8 @@ def damage(checkpoint: Path) -> None:
         file.write(bytes([last ^ 1]))
 
 
-# -- random histories --------------------------------------------------------------------------------------------------
+# -- random histories
+# --------------------------------------------------------------------------------------------------
 
 
 def expected(here: str, there: str, side: str | None) -> str | None:
@@ -353,7 +434,11 @@ class World:
 
     def whole(self, checkpoints_there: dict[str, bytes]) -> dict[int, str]:
         """Return the histories of the whole checkpoints in a store or folder, by iteration."""
-        marks = [name for name in checkpoints_there if re.fullmatch(r"checkpoints/\d+/manifest\.json", name)]
+        marks = [
+            name
+            for name in checkpoints_there
+            if re.fullmatch(r"checkpoints/\d+/manifest\.json", name)
+        ]
         found = {}
         for name in marks:
             content = manifest.parse(checkpoints_there[name])
@@ -361,13 +446,18 @@ class World:
         return found
 
     def start(self) -> None:
-        """Let a machine start, check what it goes on with, and let it train until it ends or is killed."""
+        """Let a machine start, check what it goes on with, and let it train until it ends or is
+        killed."""
         draw, root = self.draw, self.draw.choice(self.roots)
         side = draw.choice([None, None, "restore", "set_aside"])
         before, own = store_content(self.address), folder_content(root)
-        here, there = (found[max(found)] if (found := self.whole(one)) else "" for one in (own, before))
+        here, there = (
+            found[max(found)] if (found := self.whole(one)) else "" for one in (own, before)
+        )
         options = CheckpointConfig(mirror=self.address, mirror_ahead=side)
-        if not here and not there and "mirror.json" in before:  # the disk was lost during the first upload
+        if (
+            not here and not there and "mirror.json" in before
+        ):  # the disk was lost during the first upload
             with pytest.raises(StorageError, match="--adopt_mirror=1"):
                 Mirror(root, options).compare()
             options = dataclasses.replace(options, adopt_mirror=True)
@@ -391,7 +481,9 @@ class World:
         assert {data for name, data in before.items() if name.endswith("manifest.json")} <= kept
 
     def train(self, made: Mirror, root: Path, word: str) -> None:
-        thread = next(one for one in threading.enumerate() if getattr(one, "_target", None) == made._work)
+        thread = next(
+            one for one in threading.enumerate() if getattr(one, "_target", None) == made._work
+        )
         draw, letter = self.draw, self.draw.choice("aab")
         if draw.random() < 0.4:
             kill_after(made, draw.randrange(40))
@@ -416,7 +508,8 @@ class World:
             wait_until(lambda: not thread.is_alive())
 
     def wake(self, made: Mirror) -> None:
-        """Let a machine that was thought dead save: after another start it ends, and writes nothing."""
+        """Let a machine that was thought dead save: after another start it ends, and writes
+        nothing."""
         before = store_content(self.address)
         claimed_by = json.loads(before.get("mirror.json", b"{}")).get("start")
         later = self.begun[self.begun.index(made._claim["start"]) + 1 :]
@@ -472,9 +565,14 @@ def kill_after(made: Mirror, requests: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
-def test_random_histories(seed: int, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever happens, the side that goes on is the one that was said, and no whole checkpoint disappears.
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))]
+)
+def test_random_histories(
+    seed: int, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever happens, the side that goes on is the one that was said, and no whole checkpoint
+    disappears.
 
     Two by default, 20 in each slow case; every other one on S3.
     """
@@ -501,4 +599,6 @@ def store_content(address: str) -> dict[str, bytes]:
 
 
 def folder_content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }

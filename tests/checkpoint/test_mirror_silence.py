@@ -1,4 +1,5 @@
-"""--mirror against a store that goes silent: on connections that stay open, and of which no library says a word."""
+"""--mirror against a store that goes silent: on connections that stay open, and of which no library
+says a word."""
 
 import asyncio
 import logging
@@ -21,9 +22,14 @@ FOR_GOOD_S = 10**4  # nothing may wait for so long
 
 
 def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
-    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: Any,
+    server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The old connections stay dead, as behind a firewall; the store is said once to be silent, and gets everything."""
+    """The old connections stay dead, as behind a firewall; the store is said once to be silent, and
+    gets everything."""
     root, pauses = run_folder(tmp_path / "a", 10), list[int]()
     monkeypatch.setattr(mirror, "pause_s", lambda attempt: pauses.append(attempt) or 0.01)
     with Proxy(server.port, stay_dead=True).listen() as proxy, through(proxy):
@@ -36,18 +42,33 @@ def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
             proxy.open.set()
             finish(made)
     lines = [one.getMessage() for one in caplog.records]
-    assert len([line for line in lines if "no byte has moved for 1 s; training goes on, the next" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in lines
+                if "no byte has moved for 1 s; training goes on, the next" in line
+            ]
+        )
+        == 1
+    )
     assert len([line for line in lines if line.endswith("works again")]) == 1
     assert content(bucket).items() >= copied(root).items()
 
 
 def test_the_end_of_a_run_waits_only_for_a_store_that_moves(
-    bucket: Any, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: Any,
+    server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """After a signal, silence counts from its first moment, long before the limit on it."""
     monkeypatch.setattr(mirror, "STOPPED_PATIENCE_S", 1.0)
     with Proxy(server.port).listen() as proxy, through(proxy):
-        made = make(run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=FOR_GOOD_S)
+        made = make(
+            run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=FOR_GOOD_S
+        )
         proxy.open.clear()
         begin_s = time.monotonic()
         made.close(FOR_GOOD_S, None)
@@ -60,12 +81,18 @@ def test_a_start_says_what_it_waits_for_and_ends(
 ) -> None:
     """The line comes before the wait, whose limit --startup_timeout may make shorter."""
     address = f"s3://{bucket.name}/run"
-    with Proxy(server.port).listen() as proxy, through(proxy), caplog.at_level(logging.INFO, "megatron_lite"):
+    with (
+        Proxy(server.port).listen() as proxy,
+        through(proxy),
+        caplog.at_level(logging.INFO, "megatron_lite"),
+    ):
         proxy.open.clear()
         options = make(tmp_path / "a", address)._options
         made = mirror.Mirror(tmp_path / "b", options, startup_timeout_s=1.0)
         assert caplog.records[-1].getMessage() == f"asking --mirror={address} what it holds"
-        with pytest.raises(StorageError, match="no byte has moved for 1 s; a start compares its directory"):
+        with pytest.raises(
+            StorageError, match="no byte has moved for 1 s; a start compares its directory"
+        ):
             restore(made)
 
 
@@ -106,7 +133,9 @@ def test_only_silence_ends_a_call() -> None:
             assert theirs.recv(1) == b"", "closed"
 
 
-def test_without_an_account_a_mirror_in_gcs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_account_a_mirror_in_gcs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one line, before anything is asked of the store; public data are read without."""
     pytest.importorskip("google.auth")
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST", "CLOUDSDK_CONFIG"):

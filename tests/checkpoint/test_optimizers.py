@@ -1,4 +1,5 @@
-"""Checkpoints of each --optimizer: their content, and the state that a change of the optimizer resets."""
+"""Checkpoints of each --optimizer: their content, and the state that a change of the optimizer
+resets."""
 
 import itertools
 from pathlib import Path
@@ -8,7 +9,15 @@ import pytest
 from megatron_lite.checkpoint import manifest
 from megatron_lite.config.optimizer import OPTIMIZERS
 from megatron_lite.distributed.process_group import Distributed
-from tests.checkpoint.test_engine import LAST, MATRIX, assert_same, frozen_names, last, saved_again, train_on
+from tests.checkpoint.test_engine import (
+    LAST,
+    MATRIX,
+    assert_same,
+    frozen_names,
+    last,
+    saved_again,
+    train_on,
+)
 from tests.support.harness import run_distributed
 
 
@@ -35,7 +44,9 @@ def test_a_checkpoint_holds_the_moments_of_its_optimizer(trained: dict[str, Path
         contents = last(root)
         frozen = frozen_names(contents)
         assert frozen and not any("attention" in parameter for parameter in frozen)
-        for parameter, kind in itertools.product({parameter for parameter, _ in contents}, ("exp_avg", "exp_avg_sq")):
+        for parameter, kind in itertools.product(
+            {parameter for parameter, _ in contents}, ("exp_avg", "exp_avg_sq")
+        ):
             second = name == "adamw" or (name == "muon" and not is_matrix(parameter))
             wanted = parameter not in frozen and (kind == "exp_avg" or second)
             assert ((parameter, kind) in contents) == wanted, (name, parameter, kind)
@@ -49,8 +60,11 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("before", "now"), CHANGES)
-def test_a_change_of_the_optimizer(trained: dict[str, Path], before: str, now: str, tmp_path: Path) -> None:
-    """Weights are bit-identical; moments and Adam's count start at zero, except those that Muon's AdamW continues."""
+def test_a_change_of_the_optimizer(
+    trained: dict[str, Path], before: str, now: str, tmp_path: Path
+) -> None:
+    """Weights are bit-identical; moments and Adam's count start at zero, except those that Muon's
+    AdamW continues."""
     new, log, _ = saved_again(trained[before], 1, {"optimizer": now, **MATRIX}, tmp_path)
     old = last(trained[before])
     some_go_on = (before, now) == ("adamw", "muon")

@@ -1,4 +1,5 @@
-"""Which checkpoints stay, whatever happened before: the newest good one and the permanent ones; room for the next."""
+"""Which checkpoints stay, whatever happened before: the newest good one and the permanent ones;
+room for the next."""
 
 import dataclasses
 import os
@@ -10,7 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint import manifest, retention
-from megatron_lite.checkpoint.retention import checkpoints_to_delete, is_permanent, num_permanent, was_permanent
+from megatron_lite.checkpoint.retention import (
+    checkpoints_to_delete,
+    is_permanent,
+    num_permanent,
+    was_permanent,
+)
 from megatron_lite.config import CheckpointConfig, Config, TrainingConfig, flatten
 from megatron_lite.config.structured_values import keep_rules
 from megatron_lite.errors import DamagedError, UsageError
@@ -57,16 +63,26 @@ def test_levanters_example() -> None:
 
 
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300)), max_size=4, unique_by=lambda rule: rule[1]),
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 300)),
+        max_size=4,
+        unique_by=lambda rule: rule[1],
+    ),
     st.integers(0, 300),
     st.integers(0, 300),
 )
-def test_the_number_of_permanent_checkpoints(pairs: list[tuple[int, int]], first: int, last: int) -> None:
+def test_the_number_of_permanent_checkpoints(
+    pairs: list[tuple[int, int]], first: int, last: int
+) -> None:
     """`num_permanent` counts the iterations for which `is_permanent` holds."""
     ordered = sorted(pairs, key=lambda rule: rule[1])
-    items = [f"{every}:{until}" for every, until in ordered[:-1]] + [str(every) for every, _ in ordered[-1:]]
+    items = [f"{every}:{until}" for every, until in ordered[:-1]] + [
+        str(every) for every, _ in ordered[-1:]
+    ]
     rules = keep_rules(items)
-    assert num_permanent(first, last, rules) == sum(is_permanent(step, rules) for step in range(first + 1, last + 1))
+    assert num_permanent(first, last, rules) == sum(
+        is_permanent(step, rules) for step in range(first + 1, last + 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,24 +96,28 @@ def test_malformed_rules_are_refused(items: str) -> None:
 
 @pytest.mark.parametrize("items", [["x"], [3], 5, None, [None]])
 def test_rules_that_cannot_be_understood_delete_nothing(items: object) -> None:
-    """A manifest may come from a later version: a checkpoint with rules that nobody understands is permanent."""
+    """A manifest may come from a later version: a checkpoint with rules that nobody understands is
+    permanent."""
     assert was_permanent(7, {"keep_checkpoints": items})
     assert not was_permanent(7, {})
 
 
 RULES = st.sampled_from([(), ("4",), ("6:24",), ("2:10", "5:20", "12")])
 STARTS = st.tuples(RULES, st.none() | st.integers(1, 4), st.booleans(), st.integers(1, 5))
-EVENTS = st.lists(st.sampled_from(["save", "save", "save", "damage", "start", "bad step"]), max_size=60)
+EVENTS = st.lists(
+    st.sampled_from(["save", "save", "save", "damage", "start", "bad step"]), max_size=60
+)
 
 
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(st.data(), EVENTS)
 def test_random_histories(data: st.DataObject, events: list[str]) -> None:
-    """Starts with other rules, saves, damage and bad steps in any order: a good checkpoint, once there, always remains.
+    """Starts with other rules, saves, damage and bad steps in any order: a good checkpoint, once
+    there, always remains.
 
-    Neither the newest good checkpoint nor one that was permanent when it was saved, or from which one of the last bad
-    steps can be repeated, is ever deleted. At most --max_checkpoints temporary ones up to the newest remain besides,
-    and those that belong to earlier starts.
+    Neither the newest good checkpoint nor one that was permanent when it was saved, or from which
+    one of the last bad steps can be repeated, is ever deleted. At most --max_checkpoints temporary
+    ones up to the newest remain besides, and those that belong to earlier starts.
     """
     good: dict[int, bool] = {}  # iteration -> permanent when it was saved
     rules = keep_rules(())
@@ -110,9 +130,13 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
         if event == "start":
             items, keep, deletes_old, step = data.draw(STARTS)
             rules = keep_rules(items)
-            iteration = resumed_at = max(good, default=0)  # a run resumes from its newest good checkpoint
+            iteration = resumed_at = max(
+                good, default=0
+            )  # a run resumes from its newest good checkpoint
         elif event == "damage" and len(good) > 1:
-            del good[data.draw(st.sampled_from(sorted(good)))]  # is seen by the manifest or the sizes
+            del good[
+                data.draw(st.sampled_from(sorted(good)))
+            ]  # is seen by the manifest or the sizes
         elif event == "bad step" and good:
             held = [*held, max(good)][-3:]
         elif event == "save":
@@ -120,14 +144,22 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
             good[iteration] = is_permanent(iteration, rules)
             saved = {number: kept or is_permanent(number, rules) for number, kept in good.items()}
             after = None if deletes_old else resumed_at
-            deleted = checkpoints_to_delete(saved, keep, iteration, after, held) if keep is not None else []
+            deleted = (
+                checkpoints_to_delete(saved, keep, iteration, after, held)
+                if keep is not None
+                else []
+            )
             assert iteration not in deleted and max(good) not in deleted
             assert not set(deleted) & set(held)
             assert not any(good[number] or is_permanent(number, rules) for number in deleted)
             assert deletes_old or all(number > resumed_at for number in deleted)
             for number in deleted:
                 del good[number]
-            temporary = [n for n, kept in good.items() if not kept and not is_permanent(n, rules) and n <= iteration]
+            temporary = [
+                n
+                for n, kept in good.items()
+                if not kept and not is_permanent(n, rules) and n <= iteration
+            ]
             own = [n for n in temporary if (deletes_old or n > resumed_at) and n not in held]
             assert keep is None or len(own) <= keep
             assert good
@@ -146,10 +178,17 @@ def test_permanent_checkpoints_stay_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_stays_on_the_disk(tmp_path: Path) -> None:
-    """The checkpoint that was just published says which, whatever is newer; one that cannot be read names none."""
+    """The checkpoint that was just published says which, whatever is newer; one that cannot be read
+    names none."""
     save(tmp_path, 12, 1)
     for iteration, best in ((2, 2), (4, 4), (6, 4), (8, 4), (10, 10)):
-        counts = {"measured": "0" * 16, "value": (1.0).hex(), "iteration": best, "seen": iteration, "bad": 0}
+        counts = {
+            "measured": "0" * 16,
+            "value": (1.0).hex(),
+            "iteration": best,
+            "seen": iteration,
+            "bad": 0,
+        }
         save(tmp_path, iteration, 1, state={**run_state(), "best": counts})
         folder = tmp_path / str(iteration)
         assert retention.best_of(folder) == {best}
@@ -166,7 +205,9 @@ def kept(folder: Path, number: int, base: Path, config: Config) -> Path:
         target = folder / str(iteration)
         target.mkdir(parents=True)
         os.link(base / "rank_000.safetensors", target / "rank_000.safetensors")
-        text = manifest.dump(dataclasses.replace(content, iteration=iteration, config=flatten(config)))
+        text = manifest.dump(
+            dataclasses.replace(content, iteration=iteration, config=flatten(config))
+        )
         (target / "manifest.json").write_text(text)
     return folder
 
@@ -200,7 +241,8 @@ KEPT: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
 def test_a_save_costs_the_same_with_any_number(
     how: str, many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save reads its own checkpoint, and the one that it deletes, if any, but none of those that are kept."""
+    """A save reads its own checkpoint, and the one that it deletes, if any, but none of those that
+    are kept."""
     earlier, current, keep = KEPT[how]
     save(tmp_path / "base", 1, 1)
     costs = []
@@ -216,10 +258,17 @@ def test_a_save_costs_the_same_with_any_number(
             save(root, iteration, 1)
             found.append(reads_of(lambda iteration=iteration: prune(iteration), monkeypatch))
         files, num_bytes = found[-1]
-        assert files <= 4 and num_bytes <= 2.1 * (root / f"{number + 3}" / "manifest.json").stat().st_size
-        costs.append(found[1:] if how != "by the rules" else found)  # the first save of a start may read each once
+        assert (
+            files <= 4
+            and num_bytes <= 2.1 * (root / f"{number + 3}" / "manifest.json").stat().st_size
+        )
+        costs.append(
+            found[1:] if how != "by the rules" else found
+        )  # the first save of a start may read each once
         there = {int(path.name) for path in root.iterdir()}
-        assert there >= set(range(1, number + 1)) and (number + 2 in there) == (how != "by earlier rules")
+        assert there >= set(range(1, number + 1)) and (number + 2 in there) == (
+            how != "by earlier rules"
+        )
     few, more = ([files for files, _ in found] for found in costs)
     assert few == more
 
@@ -229,7 +278,8 @@ def keeping(*rules: str) -> Config:
 
 
 def test_what_was_read_once_is_read_again_before_it_is_deleted(tmp_path: Path) -> None:
-    """A checkpoint damaged since then stays, and one whose files changed, or that another save replaced, is new."""
+    """A checkpoint damaged since then stays, and one whose files changed, or that another save
+    replaced, is new."""
     known: retention.Known = {}
     for iteration in (1, 2):
         save(tmp_path, iteration, 1)
@@ -254,7 +304,8 @@ def test_the_memory_of_a_long_run_does_not_grow(tmp_path: Path) -> None:
     assert len(known) == 2
 
 
-# -- room for those to come -------------------------------------------------------------------------------------------
+# -- room for those to come
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,33 +321,47 @@ def test_the_memory_of_a_long_run_does_not_grow(tmp_path: Path) -> None:
         (2, 0, None, 0),
     ],
 )
-def test_checkpoints_that_exist_at_one_time(there: int, saves: int, keep: int | None, more: int) -> None:
+def test_checkpoints_that_exist_at_one_time(
+    there: int, saves: int, keep: int | None, more: int
+) -> None:
     assert retention.additional(there, saves, keep) == more
 
 
 def test_the_lack_is_told_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One save every 10 of 100 iterations, 40 done; the folder need not exist yet."""
-    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=29, f_frsize=10**8))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=29, f_frsize=10**8)
+    )
     root, training = tmp_path / "checkpoints", TrainingConfig(train_iters=100)
-    config = Config(training=training, checkpoint=CheckpointConfig(checkpoint_interval=10, max_checkpoints=2))
+    config = Config(
+        training=training, checkpoint=CheckpointConfig(checkpoint_interval=10, max_checkpoints=2)
+    )
     assert retention.lack_at_start(root, 966_000_000, config, 40) is None
     lack = retention.lack_at_start(root, 967_000_000, config, 40)
-    assert lack is not None and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 967.0 MB; make room" in lack
+    assert (
+        lack is not None
+        and f"{root}: 2.9 GB free, but the checkpoints to come take 3 x 967.0 MB; make room" in lack
+    )
     assert retention.lack_at_start(root, 2_900_000_000, Config(training=training), 40) is None
     assert retention.lack_now(root, 2_900_000_000) is None
     assert (
-        retention.lack_now(root, 3_000_000_000) == f"{root}: the next checkpoint takes 3.0 GB, but only 2.9 GB are free"
+        retention.lack_now(root, 3_000_000_000)
+        == f"{root}: the next checkpoint takes 3.0 GB, but only 2.9 GB are free"
     )
     assert retention.lack_at_start(None, 10**12, config, 40) is None
     keep = CheckpointConfig(checkpoint_interval=10, max_checkpoints=2, keep_checkpoints=("20",))
-    lack = retention.lack_at_start(root, 967_000_000, Config(training=training, checkpoint=keep), 40)
+    lack = retention.lack_at_start(
+        root, 967_000_000, Config(training=training, checkpoint=keep), 40
+    )
     assert lack is not None and "take 6 x 967.0 MB" in lack  # three, and those of 60, 80 and 100
     monkeypatch.setattr(retention, "free_bytes", lambda path: 400_000)
     lack = retention.lack_now(root, 5_700_000)
     assert lack is not None and lack.endswith("takes 5.7 MB, but only 0.4 MB are free")
 
 
-def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_could_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of the writer is that of the reader."""
     save(tmp_path, 10, 1)
     content = manifest.read(tmp_path / "10")

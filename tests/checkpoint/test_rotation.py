@@ -1,4 +1,5 @@
-"""Readers of a live run: at whatever call it rotates, they get one whole checkpoint, and damage stays damage."""
+"""Readers of a live run: at whatever call it rotates, they get one whole checkpoint, and damage
+stays damage."""
 
 import json
 import os
@@ -26,16 +27,24 @@ from tests.support.launch import TINY, Start
 from tests.support.live_run import LiveRun
 from tests.support.token_files import save_byte_tokenizer
 
-MODEL: dict[str, Any] = dict(vocab_size=257, sequence_length=16, max_position_embeddings=16, num_layers=2)
+MODEL: dict[str, Any] = dict(
+    vocab_size=257, sequence_length=16, max_position_embeddings=16, num_layers=2
+)
 MODEL |= dict(hidden_size=32, num_attention_heads=4)
-RUN = MODEL | dict(train_iters=3, checkpoint_interval=1, lr=1e-2, lr_warmup=0, dataset_source="random")
+RUN = MODEL | dict(
+    train_iters=3, checkpoint_interval=1, lr=1e-2, lr_warmup=0, dataset_source="random"
+)
 Weights = dict[str, np.ndarray]
 
 
 def save_some(distributed: Distributed, folder: str) -> None:
     """Two runs: three checkpoints, and twins of them with other weights."""
     for seed, name in ((1, "made"), (2, "twins")):
-        options = {"experiment_dir": f"{folder}/{name}", "tokenizer_file": f"{folder}/tokenizer.json", "seed": seed}
+        options = {
+            "experiment_dir": f"{folder}/{name}",
+            "tokenizer_file": f"{folder}/tokenizer.json",
+            "seed": seed,
+        }
         train_whole(distributed, tiny_config(distributed.world_size, **RUN, **options))
 
 
@@ -67,7 +76,9 @@ def weights_of(folder: Path) -> Weights:
 
 
 def same(left: Weights, right: Weights) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(value, right[name]) for name, value in left.items())
+    return left.keys() == right.keys() and all(
+        np.array_equal(value, right[name]) for name, value in left.items()
+    )
 
 
 def at_every_call(
@@ -77,7 +88,8 @@ def at_every_call(
     every: int = 1,
     permanent: Path | None = None,
 ) -> Iterator[tuple[LiveRun, Any]]:
-    """Yield a live run and what `read` returned, with a rotation before each call of the reader, one at a time."""
+    """Yield a live run and what `read` returned, with a rotation before each call of the reader,
+    one at a time."""
     for number in range(1, 1000, every):
         live = LiveRun(tmp_path / str(number), checkpoints, permanent)
         with live.rotating(lambda count, number=number: count == number) as calls:
@@ -91,10 +103,13 @@ def at_every_call(
 
 @pytest.mark.parametrize("kind", ["rotated", "replaced"])
 def test_weights_are_those_of_one_checkpoint(kind: str, tmp_path: Path, made: Path) -> None:
-    """Never some tensors of one and others of another, also where the second has the name and sizes of the first."""
+    """Never some tensors of one and others of another, also where the second has the name and sizes
+    of the first."""
     checkpoints = saved(kind, made)
     wanted, seen = [weights_of(folder) for folder in checkpoints], set[int]()
-    for _, found in at_every_call(tmp_path, checkpoints, lambda live: again(lambda: weights_of(live.root))):
+    for _, found in at_every_call(
+        tmp_path, checkpoints, lambda live: again(lambda: weights_of(live.root))
+    ):
         (which,) = (number for number, weights in enumerate(wanted) if same(found, weights))
         seen.add(which)
     assert seen == {0, 1}, "read before the rotation, and after it"
@@ -107,7 +122,9 @@ def printed(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
-def test_generate(tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(
+    tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Tokenizer and weights are found, and the text is that of one of the checkpoints."""
     options = ["--prompt=ab", "--max_new_tokens=8", "--temperature=0", "--model"]
 
@@ -119,12 +136,16 @@ def test_generate(tmp_path: Path, checkpoints: list[Path], capsys: pytest.Captur
         assert found in texts
 
 
-def test_evaluate(tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate(
+    tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The loss is that of one of the checkpoints."""
     (text := tmp_path / "text.txt").write_text("the cats sat on the mats")
 
     def loss(folder: Path) -> float:
-        line = printed(evaluate.main(["--text", str(text), "--json", "--model", str(folder)]), capsys)
+        line = printed(
+            evaluate.main(["--text", str(text), "--json", "--model", str(folder)]), capsys
+        )
         value: float = json.loads(line)["loss"]
         return value
 
@@ -134,22 +155,32 @@ def test_evaluate(tmp_path: Path, checkpoints: list[Path], capsys: pytest.Captur
         assert found in losses
 
 
-def test_convert(tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert(
+    tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The whole of one checkpoint, moments too; nothing half-written stays."""
 
     def read(live: LiveRun) -> Path:
         target = live.root / "converted"
-        code = convert_checkpoint.main([f"--from={live.root}", f"--to={target}", "--format=distributed"])
+        code = convert_checkpoint.main(
+            [f"--from={live.root}", f"--to={target}", "--format=distributed"]
+        )
         printed(code, capsys)
         return target
 
     wanted = [weights_of(folder) for folder in checkpoints]
     for live, found in at_every_call(tmp_path, checkpoints, read, every=7):
         assert any(same(weights_of(found), weights) for weights in wanted)
-        assert {path.name for path in live.root.iterdir()} == {"checkpoints", "converted", "metrics.jsonl"}
+        assert {path.name for path in live.root.iterdir()} == {
+            "checkpoints",
+            "converted",
+            "metrics.jsonl",
+        }
 
 
-def test_verify(tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(
+    tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only checkpoints that are still there are in the table, and all are good."""
 
     def read(live: LiveRun) -> str:
@@ -159,9 +190,13 @@ def test_verify(tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureF
         assert "yes" in table and "NO" not in table
 
 
-def start(distributed: Distributed, given: dict[str, Any], between: Callable[[], None] = lambda: None) -> Weights:
+def start(
+    distributed: Distributed, given: dict[str, Any], between: Callable[[], None] = lambda: None
+) -> Weights:
     """Read the command line and build the run; return its weights."""
-    values, _ = with_source({"device": "cpu", "num_workers": 0, "batch_size": 4, "train_iters": 5, **given})
+    values, _ = with_source(
+        {"device": "cpu", "num_workers": 0, "batch_size": 4, "train_iters": 5, **given}
+    )
     between()
     run = start_run(distributed, resolve(unflatten(values), distributed.world_size))
     found = full_weights(run.model)
@@ -172,7 +207,12 @@ def start(distributed: Distributed, given: dict[str, Any], between: Callable[[],
 
 
 def started(
-    distributed: Distributed, folder: str, checkpoints: list[Path], flag: str, given: dict[str, Any], every: int
+    distributed: Distributed,
+    folder: str,
+    checkpoints: list[Path],
+    flag: str,
+    given: dict[str, Any],
+    every: int,
 ) -> list[Weights]:
     """The weights of starts from a live run that rotates at a call of the last rank."""
     rank, found = distributed.rank, list[Weights]()
@@ -197,20 +237,34 @@ def started(
 @pytest.mark.parametrize("flag", ["pretrained_checkpoint_path", "load_checkpoint_path"])
 @pytest.mark.parametrize(
     ("ranks", "every"),
-    [(2, 12), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [
+        (2, 12),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_starts(flag: str, ranks: int, every: int, tmp_path: Path, checkpoints: list[Path]) -> None:
     """Each rank has the weights of the same checkpoint, from the command line to the last shard."""
-    given: dict[str, Any] = dict(RUN) if flag == "load_checkpoint_path" else {"dataset_source": "random", "lr": 1e-2}
-    given |= {"sequence_length": 16, "seed": 1, "checkpoint_interval": None, "allow_data_change": True}
+    given: dict[str, Any] = (
+        dict(RUN) if flag == "load_checkpoint_path" else {"dataset_source": "random", "lr": 1e-2}
+    )
+    given |= {
+        "sequence_length": 16,
+        "seed": 1,
+        "checkpoint_interval": None,
+        "allow_data_change": True,
+    }
     wanted = [weights_of(folder) for folder in checkpoints]
     results = run_distributed(ranks, started, str(tmp_path), checkpoints, flag, given, every)
     for found in zip(*results, strict=True):
         assert any(all(same(one, weights) for one in found) for weights in wanted)
 
 
-def test_an_older_one_is_no_substitute(tmp_path: Path, made: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A permanent checkpoint beside the rotated ones is older than the newest, which is looked for again."""
+def test_an_older_one_is_no_substitute(
+    tmp_path: Path, made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A permanent checkpoint beside the rotated ones is older than the newest, which is looked for
+    again."""
     _, *checkpoints = saved("rotated", made)
     wanted = [weights_of(folder) for folder in checkpoints]
     older = made / "twins" / "checkpoints" / "1"
@@ -238,8 +292,14 @@ def test_damage_stays_damage(tmp_path: Path, made: Path) -> None:
         return weights_of(folder)
 
     for name in ("rank_000.safetensors", "rank_001.safetensors", "manifest.json"):
-        for change in (Path.unlink, lambda path: flip(path, 1500, 0), lambda path: os.truncate(path, 1500)):
-            folder = shutil.copytree(made / "made" / "checkpoints" / "3", tmp_path / f"{attempts}" / "3")
+        for change in (
+            Path.unlink,
+            lambda path: flip(path, 1500, 0),
+            lambda path: os.truncate(path, 1500),
+        ):
+            folder = shutil.copytree(
+                made / "made" / "checkpoints" / "3", tmp_path / f"{attempts}" / "3"
+            )
             change(folder / name)
             with pytest.raises(CheckpointError, match=name) as caught:
                 again(lambda folder=folder: read(folder.parent))
@@ -248,7 +308,8 @@ def test_damage_stays_damage(tmp_path: Path, made: Path) -> None:
 
 
 def test_a_reader_gives_up(tmp_path: Path, made: Path) -> None:
-    """After some attempts, with exit code 4, if each meets a rotation; the message names the folder and the reason."""
+    """After some attempts, with exit code 4, if each meets a rotation; the message names the folder
+    and the reason."""
     checkpoints = [made / name / "checkpoints" / "2" for name in ("made", "twins")] * ATTEMPTS
     live, opened = LiveRun(tmp_path, checkpoints), 0
 
@@ -257,20 +318,26 @@ def test_a_reader_gives_up(tmp_path: Path, made: Path) -> None:
         opened += calls[-1].startswith("open") and calls[-1].endswith("rank_001.safetensors")
         return calls[-1].endswith("rank_001.safetensors")
 
-    with live.rotating(at) as calls, pytest.raises(RotatedError, match="2: its run deleted or replaced it") as caught:
+    with (
+        live.rotating(at) as calls,
+        pytest.raises(RotatedError, match="2: its run deleted or replaced it") as caught,
+    ):
         again(lambda: weights_of(live.root))
     assert opened == live.rotations == ATTEMPTS and caught.value.exit_code == 4
 
 
 def test_a_list_may_name_what_is_gone(tmp_path: Path, made: Path) -> None:
-    """Between the list and a look at each: a run whose only checkpoint was rotated just then has not lost it."""
-    for _, found in at_every_call(tmp_path, saved("rotated", made), lambda live: find_checkpoints(live.folder)):
+    """Between the list and a look at each: a run whose only checkpoint was rotated just then has
+    not lost it."""
+    for _, found in at_every_call(
+        tmp_path, saved("rotated", made), lambda live: find_checkpoints(live.folder)
+    ):
         assert found
 
 
 def test_architecture_and_weights_are_of_one_model(tmp_path: Path, made: Path) -> None:
-    """Where another model comes between the command line and the weights, the start ends and names the difference;
-    --ignore_pretrained_config=1 takes the flags.
+    """Where another model comes between the command line and the weights, the start ends and names
+    the difference; --ignore_pretrained_config=1 takes the flags.
     """
     first, second = (tmp_path / name / "2" for name in ("first", "second"))
     for folder in (first, second):
@@ -283,26 +350,39 @@ def test_architecture_and_weights_are_of_one_model(tmp_path: Path, made: Path) -
         if ignore:
             run_distributed(1, replaced_after_the_command_line, live, given)
         else:
-            with pytest.raises(RuntimeError, match="--layer_norm_eps: 0.5 in the checkpoint, 1e-05 now"):
+            with pytest.raises(
+                RuntimeError, match="--layer_norm_eps: 0.5 in the checkpoint, 1e-05 now"
+            ):
                 run_distributed(1, replaced_after_the_command_line, live, given)
 
 
-def replaced_after_the_command_line(distributed: Distributed, live: LiveRun, given: dict[str, Any]) -> None:
+def replaced_after_the_command_line(
+    distributed: Distributed, live: LiveRun, given: dict[str, Any]
+) -> None:
     given = {"dataset_source": "random", "sequence_length": 16, **given}
     start(distributed, given, live.rotate)
 
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_run_that_saves_at_every_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_saves_at_every_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """12 times each, whenever it rotates."""
-    flags = ["--train_iters=100000", "--checkpoint_interval=1", "--max_checkpoints=1", f"--experiment_dir={tmp_path}"]
+    flags = [
+        "--train_iters=100000",
+        "--checkpoint_interval=1",
+        "--max_checkpoints=1",
+        f"--experiment_dir={tmp_path}",
+    ]
     save_byte_tokenizer(tmp_path / "tokenizer.json")
     text = tmp_path / "text.txt"
     text.write_text("the cats sat on the mats")
     options = [f"--model={tmp_path}", f"--tokenizer_file={tmp_path / 'tokenizer.json'}"]
     with Start([*TINY, "--vocab_size=257", *flags], ranks=2) as live:
-        live.wait_until(lambda: bool(find_checkpoints(tmp_path / "checkpoints")), "the first checkpoint")
+        live.wait_until(
+            lambda: bool(find_checkpoints(tmp_path / "checkpoints")), "the first checkpoint"
+        )
         for number in range(12):
             printed(generate.main([*options, "--prompt=ab", "--max_new_tokens=2"]), capsys)
             printed(evaluate.main([*options, "--text", str(text)]), capsys)

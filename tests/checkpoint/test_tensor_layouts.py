@@ -1,7 +1,8 @@
-"""A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage serves any other.
+"""A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage serves
+any other.
 
-The engine trains, saves, loads and exports on ranks that are threads; a batch holds the same tokens for every layout.
-`test_engine.py` runs the program, on two processes.
+The engine trains, saves, loads and exports on ranks that are threads; a batch holds the same tokens
+for every layout. `test_engine.py` runs the program, on two processes.
 """
 
 import contextlib
@@ -51,7 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "muon": {**LLAMA, "head_groups": 2, "vocab_size": 61, "optimizer": "muon"},
 }
 LAYOUTS = {name: OTHERS[:2] if name == "gpt2" else OTHERS for name in MODELS}
-NAMES = [pytest.param(name, marks=() if name == "multi-query" else pytest.mark.slow) for name in MODELS]
+NAMES = [
+    pytest.param(name, marks=() if name == "multi-query" else pytest.mark.slow) for name in MODELS
+]
 STEPS = 2  # after the save
 
 
@@ -77,13 +80,16 @@ class Run(Engine):
     def load(self, folder: Path) -> None:
         lines: list[str] = []
         places = [(int(folder.name), folder)], folder.parent
-        found = reading.load_first_good(*places, self.model, self.ranks, lines.append, self.config.optimizer.optimizer)
+        found = reading.load_first_good(
+            *places, self.model, self.ranks, lines.append, self.config.optimizer.optimizer
+        )
         assert found is not None and not lines, lines
         self.model.invalidate()
         self.optimizer.load_state(found[1].state["optimizer"])
 
     def exports(self, folder: Path) -> dict[str, str]:
-        """Export the weights and the averages; the digests of all files and, on rank 0, of the masters."""
+        """Export the weights and the averages; the digests of all files and, on rank 0, of the
+        masters."""
         digests = {}
         for average in (False, True) if self.config.averaging.enabled else (False,):
             name = "averages" if average else "weights"
@@ -105,7 +111,9 @@ def begin(ranks: Any, options: dict[str, Any], folder: Path) -> list[float]:
     return run.losses(range(2, 2 + STEPS))
 
 
-def go_on(ranks: Any, options: dict[str, Any], source: Path, target: Path) -> tuple[list[float], dict[str, str]]:
+def go_on(
+    ranks: Any, options: dict[str, Any], source: Path, target: Path
+) -> tuple[list[float], dict[str, str]]:
     """Load a checkpoint, save and export it as it is, and train on."""
     run = Run(ranks, options)
     run.load(source)
@@ -115,11 +123,16 @@ def go_on(ranks: Any, options: dict[str, Any], source: Path, target: Path) -> tu
 
 
 def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> list[str]:
-    """Start from pretrained weights; digests of the full weights, and of this rank's share of the moments."""
+    """Start from pretrained weights; digests of the full weights, and of this rank's share of the
+    moments."""
     run = Run(ranks, options)
     with open_one(folder, kind, run.config.model, state=kind == "distributed") as source:
         source.check(
-            {slot.spec.name: slot.spec.shape for _, part in run.model.all_parts() for slot in part.layout.slots}
+            {
+                slot.spec.name: slot.spec.shape
+                for _, part in run.model.all_parts()
+                for slot in part.layout.slots
+            }
         )
         load_pretrained.load_weights(source, run.model, ranks)
         found = [digest(weight for _, weight in run.model.full_weights())]
@@ -128,7 +141,12 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
             resumed = Run(ranks, options)
             resumed.load(folder)
             for model in (run.model, resumed.model):
-                shards = (part.read(kind) for _, part in model.parts() for kind in part.kinds() if kind in MOMENTS)
+                shards = (
+                    part.read(kind)
+                    for _, part in model.parts()
+                    for kind in part.kinds()
+                    if kind in MOMENTS
+                )
                 found.append(digest(shards))
     return found
 
@@ -136,7 +154,9 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
 class Trained(NamedTuple):
     """The results of a model on all layouts, whose checkpoints are good and as large as planned."""
 
-    losses: dict[int, list[float]]  # by number; 10 times it: what the first layout loads again; 0: never loaded
+    losses: dict[
+        int, list[float]
+    ]  # by number; 10 times it: what the first layout loads again; 0: never loaded
     contents: dict[int, Contents]
     exports: dict[int, dict[str, str]]
     pretrained: dict[str, list[list[str]]]  # by layout and kind, of all ranks
@@ -151,7 +171,9 @@ def on(layout: Layout, function: Any, name: str, *args: Any) -> list[Any]:
 def planned_bytes(name: str, layout: Layout, iteration: int) -> int:
     """Return the bytes of the files of a checkpoint, as a dry run says."""
     tensor, data, zero_stage = layout
-    config = tiny_config(tensor * data, **MODELS[name], tensor_parallel=tensor, zero_stage=zero_stage)
+    config = tiny_config(
+        tensor * data, **MODELS[name], tensor_parallel=tensor, zero_stage=zero_stage
+    )
     return files_bytes(one_plan(config, tensor * data, "cpu").model, tensor * data, iteration)
 
 
@@ -169,19 +191,27 @@ def trained(name: str) -> Trained:
             folder = root / str(number)
             result.contents[number], seen = read_all(folder), inspect(folder, values=True)
             tensor, data, _ = OTHERS[number - 1] if 0 < number < 10 else FIRST
-            assert seen.ranks == (str(data) if tensor == 1 else f"{data}x{tensor}") and not seen.problems
-            assert seen.num_bytes == planned_bytes(name, OTHERS[number - 1] if 0 < number < 10 else FIRST, number)
+            assert (
+                seen.ranks == (str(data) if tensor == 1 else f"{data}x{tensor}")
+                and not seen.problems
+            )
+            assert seen.num_bytes == planned_bytes(
+                name, OTHERS[number - 1] if 0 < number < 10 else FIRST, number
+            )
         huggingface = root / f"export of {ONE}" / "weights"
         with mock.patch.object(files, "CHUNK_BYTES", 3000):  # a few rows
             for layout in LAYOUTS[name][1:]:
                 for kind, folder in (("distributed", root / "0"), ("huggingface", huggingface)):
-                    result.pretrained[f"{layout} {kind}"] = on(layout, start_from, name, folder, kind)
+                    result.pretrained[f"{layout} {kind}"] = on(
+                        layout, start_from, name, folder, kind
+                    )
     return result
 
 
 @pytest.mark.parametrize("model", NAMES)
 def test_any_layout_resumes_any_other(model: str) -> None:
-    """Weights, moments and averages to the bit there and back; losses to 1e-6 there, and to the bit back.
+    """Weights, moments and averages to the bit there and back; losses to 1e-6 there, and to the bit
+    back.
 
     Muon rounds its matrices to bf16, and with them the last bits of the gradients.
     """
@@ -204,11 +234,17 @@ def test_exports_do_not_depend_on_the_layout(model: str) -> None:
 
 @pytest.mark.parametrize("model", NAMES)
 def test_pretrained_weights_at_any_layout(model: str) -> None:
-    """Weights of a checkpoint of other ranks and of a Hugging Face folder, moments as a resume has them."""
+    """Weights of a checkpoint of other ranks and of a Hugging Face folder, moments as a resume has
+    them."""
     found = trained(model).pretrained
     weights = {result[0] for ranks in found.values() for result in ranks}
     assert len(weights) == 1
-    assert all(result[1] == result[2] for name, ranks in found.items() if "distributed" in name for result in ranks)
+    assert all(
+        result[1] == result[2]
+        for name, ranks in found.items()
+        if "distributed" in name
+        for result in ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +259,9 @@ def test_pretrained_weights_at_any_layout(model: str) -> None:
         ((2, 1, 2), (4, 1, 1), ", saved by 4 ranks with --pipeline_parallel=2 --tensor_parallel=2"),
     ],
 )
-def test_the_log_names_other_ranks(saved: tuple[int, int, int], current: tuple[int, int, int], words: str) -> None:
+def test_the_log_names_other_ranks(
+    saved: tuple[int, int, int], current: tuple[int, int, int], words: str
+) -> None:
     """Pipeline, data and tensor-parallel ranks."""
     config = {"pipeline_parallel": saved[0], "tensor_parallel": saved[2]}
     content = Manifest("id", 1, math.prod(saved), config, {}, {}, {})

@@ -1,4 +1,5 @@
-"""Loading verifies every byte while it reads it: one pass, no wrong bit accepted, no good checkpoint refused."""
+"""Loading verifies every byte while it reads it: one pass, no wrong bit accepted, no good
+checkpoint refused."""
 
 import io
 import itertools
@@ -16,7 +17,15 @@ import torch
 
 from megatron_lite.checkpoint import files, manifest
 from megatron_lite.errors import DamagedError
-from tests.checkpoint.test_damage import AVERAGED, FROZEN, as_version, expect_fallback, flip, saved_pair, seal
+from tests.checkpoint.test_damage import (
+    AVERAGED,
+    FROZEN,
+    as_version,
+    expect_fallback,
+    flip,
+    saved_pair,
+    seal,
+)
 from tests.checkpoint.test_writing import SPECS, load, save
 from tests.support.fakes import Layout, Values, held, random_values, same
 
@@ -34,16 +43,21 @@ def test_checksums_of_files_are_those_of_their_bytes(
         assert file.size == len(data) and file.block_bytes == num_bytes
         found = [file.block(number) for number in file.blocks]
         starts = range(0, file.size, num_bytes)
-        assert found == [(at, min(at + num_bytes, file.size), zlib.crc32(data[at:][:num_bytes])) for at in starts]
+        assert found == [
+            (at, min(at + num_bytes, file.size), zlib.crc32(data[at:][:num_bytes])) for at in starts
+        ]
         assert len(file.crc32) == 8 * len(found)
 
 
 @pytest.mark.parametrize("version", [3, 4, 5])
-@pytest.mark.parametrize("largest", [files.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"])
+@pytest.mark.parametrize(
+    "largest", [files.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"]
+)
 def test_older_versions_are_still_read(
     version: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint of an older version loads bit for bit, and its damage is found by the checksums of its files."""
+    """A checkpoint of an older version loads bit for bit, and its damage is found by the checksums
+    of its files."""
     monkeypatch.setattr(files, "LARGEST_BLOCK_BYTES", largest)
     tensor = {"tensor_ranks": 2} if version == 5 else {}
     saved_pair(tmp_path, **tensor)
@@ -52,29 +66,53 @@ def test_older_versions_are_still_read(
     content = manifest.read(tmp_path / "20")
     loaded, values, lines = load(tmp_path, 3)
     assert loaded == content and lines == [] and same(values, random_values(SPECS, 2))
-    flip(tmp_path / "20" / "rank_001.safetensors", -1 + content.files["rank_001.safetensors"].size, 0)
+    flip(
+        tmp_path / "20" / "rank_001.safetensors", -1 + content.files["rank_001.safetensors"].size, 0
+    )
     expect_fallback(tmp_path, "rank_001.safetensors: its checksum does not match")
 
 
 @pytest.mark.parametrize("version", [3, 4, 5])
 def test_slices_have_the_form_of_their_version(version: int, tmp_path: Path) -> None:
-    """A slice has a checksum in versions 4 and 5 and a run in version 5; both must be counts, a run at most all."""
+    """A slice has a checksum in versions 4 and 5 and a run in version 5; both must be counts, a run
+    at most all."""
     save(tmp_path, 10, 1)
     values = as_version(version, tmp_path / "10")
     piece = values["parameters"]["head.norm.weight"]["weights"][0]
     good = {3: [], 4: [7], 5: [7, 1]}[version]
-    for last in ([], [7], [None], [-1], ["7"], [7, 1], [7, 0], [7, 2], [7, None], [7, True], [7, 1, 1]):
+    for last in (
+        [],
+        [7],
+        [None],
+        [-1],
+        ["7"],
+        [7, 1],
+        [7, 0],
+        [7, 2],
+        [7, None],
+        [7, True],
+        [7, 1, 1],
+    ):
         piece[4:] = last
         (tmp_path / "10" / "manifest.json").write_bytes(seal(values))
         if last == good and True not in [value is True for value in last]:
-            assert manifest.read(tmp_path / "10").parameters["head.norm.weight"].slices["weights"][0].run == 1
+            assert (
+                manifest.read(tmp_path / "10")
+                .parameters["head.norm.weight"]
+                .slices["weights"][0]
+                .run
+                == 1
+            )
             continue
         with pytest.raises(DamagedError, match="not the content of version|head.norm.weight"):
             manifest.read(tmp_path / "10")
 
 
-def test_the_system_reads_ahead_of_what_is_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hints cover the next bytes without a gap, as many as were read in order, up to a limit; a jump begins anew."""
+def test_the_system_reads_ahead_of_what_is_read_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hints cover the next bytes without a gap, as many as were read in order, up to a limit; a
+    jump begins anew."""
     asked: list[tuple[int, int]] = []
     hint: Any = lambda descriptor, offset, size, advice: asked.append((offset, offset + size))  # noqa: E731
     monkeypatch.setattr(os, "posix_fadvise", hint)
@@ -86,8 +124,12 @@ def test_the_system_reads_ahead_of_what_is_read_in_order(tmp_path: Path, monkeyp
         for end in range(start + 10, start + 400, 10):
             opened.read("file", end - 10, torch.uint8, target)
             covered = asked[-1][1] if asked else start
-            assert covered <= end + min(end - start, 80) and covered - end > min(end - start, 80) - 20
-        assert asked[0][0] == start and all(one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False))
+            assert (
+                covered <= end + min(end - start, 80) and covered - end > min(end - start, 80) - 20
+            )
+        assert asked[0][0] == start and all(
+            one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False)
+        )
 
 
 @pytest.fixture
@@ -100,9 +142,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         def readinto(self, buffer: Any) -> int:
             start, count = self.tell(), super().readinto(buffer)
             with lock:
-                found.setdefault(Path(os.readlink(f"/proc/self/fd/{self.fileno()}")).name, []).extend(
-                    range(start, start + count)
-                )
+                found.setdefault(
+                    Path(os.readlink(f"/proc/self/fd/{self.fileno()}")).name, []
+                ).extend(range(start, start + count))
             return count
 
     monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Counting)
@@ -124,7 +166,8 @@ def test_each_block_is_read_once(
     read: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over all ranks, the bytes read are those of the files; a rank of the same layout reads its own file in order.
+    """Over all ranks, the bytes read are those of the files; a rank of the same layout reads its
+    own file in order.
 
     Other ranks also read the blocks around the ends of their shards.
     """
@@ -137,14 +180,20 @@ def test_each_block_is_read_once(
         assert {*offsets} == {*range(file.size)}
         if saving == loading and saved == layout:
             turns = sum(two < one for one, two in itertools.pairwise(offsets))
-            assert turns <= 1 and len(offsets) == file.size, "what is no parameter's is read at the end"
+            assert turns <= 1 and len(offsets) == file.size, (
+                "what is no parameter's is read at the end"
+            )
         again = len(offsets) - file.size
-        ends = sum(len(pieces) for entry in content.parameters.values() for pieces in entry.slices.values())
+        ends = sum(
+            len(pieces) for entry in content.parameters.values() for pieces in entry.slices.values()
+        )
         assert again <= 64 * (ends + 12 * loading) and max(Counter(offsets).values()) <= 3, again
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading"), [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 4))], ids=str
+    ("saving", "loading"),
+    [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 4))],
+    ids=str,
 )
 def test_bytes_that_tensor_parallel_ranks_read_again(
     saving: tuple[int, int],
@@ -153,7 +202,8 @@ def test_bytes_that_tensor_parallel_ranks_read_again(
     read: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """(ranks, tensor-parallel among them): all bytes are read, those of the same layout once but for shared blocks.
+    """(ranks, tensor-parallel among them): all bytes are read, those of the same layout once but
+    for shared blocks.
 
     With another one, rows are read once by each rank that needs some of their columns.
     """
@@ -168,13 +218,24 @@ def test_bytes_that_tensor_parallel_ranks_read_again(
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((4, 2), (4, 2)), ((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 4), (2, 2)), ((2, 1), (1, 1)), ((2, 1), (3, 1))],
+    [
+        ((4, 2), (4, 2)),
+        ((4, 2), (2, 1)),
+        ((2, 1), (4, 2)),
+        ((4, 4), (2, 2)),
+        ((2, 1), (1, 1)),
+        ((2, 1), (3, 1)),
+    ],
     ids=str,
 )
 def test_a_wrong_bit_of_any_read_is_found(
-    saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saving: tuple[int, int],
+    loading: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of every 30th read, be it one of several of the same bytes: what any rank received is what counts."""
+    """Of every 30th read, be it one of several of the same bytes: what any rank received is what
+    counts."""
     for iteration in (10, 20):
         save(tmp_path, iteration, iteration // 10, saving[0], tensor_ranks=saving[1])
     number, lock = itertools.count(), threading.Lock()
@@ -198,7 +259,8 @@ def test_a_wrong_bit_of_any_read_is_found(
         assert len(lines) == 1 and "its checksum does not match" in lines[0], (wrong, lines)
 
 
-# -- thousands of flips, cuts and clean loads --------------------------------------------------------------------------
+# -- thousands of flips, cuts and clean loads
+# --------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -213,7 +275,8 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """Saved and loaded by the same number of ranks, more, and fewer; with frozen weights, and with averages."""
+    """Saved and loaded by the same number of ranks, more, and fewer; with frozen weights, and with
+    averages."""
     made = []
     tensor = {"tensor_ranks": 2}
     layouts = ((1, 1, {}), (2, 2, {}), (2, 1, FROZEN), (1, 2, {}), (2, 2, AVERAGED), (4, 2, tensor))
@@ -221,7 +284,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
         root = tmp_path_factory.mktemp("checkpoints")
         for iteration in (10, 20):
             save(root, iteration, iteration // 10, saving, **layout)
-        values = [held(random_values(SPECS, seed, manifest.KINDS), Layout(**layout)) for seed in (1, 2)]
+        values = [
+            held(random_values(SPECS, seed, manifest.KINDS), Layout(**layout)) for seed in (1, 2)
+        ]
         made.append(Case(root, loading, layout, *values))
     return made
 
@@ -240,14 +305,17 @@ def damage(folder: Path, generator: random.Random) -> tuple[str, Callable[[], No
 
 
 def hurt_and_load(cases: list[Case], count: int) -> None:
-    """Damage and load `count` times: every time one line names the file, and the older checkpoint is loaded."""
+    """Damage and load `count` times: every time one line names the file, and the older checkpoint
+    is loaded."""
     generator = random.Random(4)
     for number in range(count):
         case = cases[number % len(cases)]
         name, undo = damage(case.root / "20", generator)
         loaded, values, lines = load(case.root, case.ranks, **case.layout)
         undo()
-        assert loaded is not None and loaded.iteration == 10 and len(lines) == 1 and name in lines[0], (number, lines)
+        assert (
+            loaded is not None and loaded.iteration == 10 and len(lines) == 1 and name in lines[0]
+        ), (number, lines)
         assert number % 20 or same(values, case.older), number
 
 

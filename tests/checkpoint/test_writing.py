@@ -1,4 +1,5 @@
-"""Saving and loading: any layout loads any other, a crash or a full disk loses nothing, only our files are deleted."""
+"""Saving and loading: any layout loads any other, a crash or a full disk loses nothing, only our
+files are deleted."""
 
 import errno
 import itertools
@@ -45,7 +46,8 @@ def save(
     config: Config = CONFIG,
     **more: Any,
 ) -> Values:
-    """Save random values from a model of this `Layout`; return its values, or raise the error of rank 0."""
+    """Save random values from a model of this `Layout`; return its values, or raise the error of
+    rank 0."""
     layout = Layout(world_size, num_per_stage, **more)
     values = held(random_values(SPECS, seed, KINDS), layout)
     for result in saved_by_all(lambda _: root, iteration, values, layout, state, config):
@@ -67,7 +69,9 @@ def saved_by_all(
     def rank_main(distributed: Any) -> None:
         model: Any = put(empty_model(SPECS, layout, distributed.rank), values, distributed.rank)
         state_or_default = run_state() if state is None else state
-        write_now(Save(root_of(distributed.rank), iteration, model, state_or_default, config, distributed))
+        write_now(
+            Save(root_of(distributed.rank), iteration, model, state_or_default, config, distributed)
+        )
 
     if layout.world_size == 1:  # without a thread, so that a simulated kill reaches the test
         return [rank_main(one_rank())]
@@ -81,7 +85,8 @@ def newest(root: Path) -> tuple[Path, Manifest] | None:
 def load(
     root: Path, world_size: int = 1, num_per_stage: int = 3, specs: Any = SPECS, **more: Any
 ) -> tuple[Manifest | None, Values, list[str]]:
-    """Return (the manifest of the checkpoint that is loaded, the values in the shards of this `Layout`, the lines)."""
+    """Return (the manifest of the checkpoint that is loaded, the values in the shards of this
+    `Layout`, the lines)."""
     layout = Layout(world_size, num_per_stage, **more)
     models: list[FakeModel] = [empty_model(specs, layout, rank) for rank in range(world_size)]
     lines: list[list[str]] = [[] for _ in range(world_size)]
@@ -108,12 +113,14 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-# -- the format -------------------------------------------------------------------------------------------------
+# -- the format
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saving", [(1, 8), (1, 1), (2, 3), (3, 2), (3, 8)])
 def test_any_layout_reads_any_other(saving: tuple[int, int], tmp_path: Path) -> None:
-    """(ranks, parameters per stage): weights and both moments arrive bit for bit, padding stays zero."""
+    """(ranks, parameters per stage): weights and both moments arrive bit for bit, padding stays
+    zero."""
     saved = save(tmp_path, 10, 1, *saving, state=run_state(updates=7))
     for loading in ((1, 3), (1, 8), (2, 1), (2, 8), (3, 3)):
         loaded, values, lines = load(tmp_path, *loading)
@@ -121,24 +128,36 @@ def test_any_layout_reads_any_other(saving: tuple[int, int], tmp_path: Path) -> 
         assert loaded is not None and lines == []
         assert (loaded.iteration, loaded.world_size) == (10, saving[0])
         assert loaded.state == run_state(updates=7)
-        assert loaded.config["split"] == [969.0, 30.0, 1.0] and loaded.config.keys() == flatten(Config()).keys()
+        assert (
+            loaded.config["split"] == [969.0, 30.0, 1.0]
+            and loaded.config.keys() == flatten(Config()).keys()
+        )
 
 
 TENSOR_PARALLEL = [
     *itertools.product([(1, 1, 8), (4, 2, 8), (12, 4, 8)], [(1, 1, 3), (6, 2, 3), (4, 4, 8)]),
-    *itertools.product([(2, 2, 3), (6, 2, 1), (4, 4, 3)], [(3, 1, 8), (2, 2, 8), (6, 2, 3), (4, 4, 8)]),
+    *itertools.product(
+        [(2, 2, 3), (6, 2, 1), (4, 4, 3)], [(3, 1, 8), (2, 2, 8), (6, 2, 3), (4, 4, 8)]
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [pair if index < 9 else pytest.param(*pair, marks=pytest.mark.slow) for index, pair in enumerate(TENSOR_PARALLEL)],
+    [
+        pair if index < 9 else pytest.param(*pair, marks=pytest.mark.slow)
+        for index, pair in enumerate(TENSOR_PARALLEL)
+    ],
     ids=str,
 )
 def test_any_tensor_parallel_layout_reads_any_other(
-    saving: tuple[int, int, int], loading: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saving: tuple[int, int, int],
+    loading: tuple[int, int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """(ranks, tensor-parallel ranks among them, parameters per stage): every copy arrives bit for bit.
+    """(ranks, tensor-parallel ranks among them, parameters per stage): every copy arrives bit for
+    bit.
 
     Columns are read in several chunks.
     """
@@ -149,17 +168,21 @@ def test_any_tensor_parallel_layout_reads_any_other(
 
 
 def test_special_values_keep_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities; in pieces of any size."""
+    """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities; in pieces
+    of any size."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 100)
     monkeypatch.setattr(files, "BLOCK_BYTES", 52)
     values = random_values(SPECS, 1)
-    bits = torch.tensor([0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32)
+    bits = torch.tensor(
+        [0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32
+    )
     values["exp_avg"]["embedding.word.weight"].view(-1)[:5] = bits.view(torch.float32)
     saved_by_all(lambda _: tmp_path, 1, values, Layout(2))
     assert same(values, load(tmp_path, 3, 2)[1])
 
 
-# -- finding ------------------------------------------------------------------------------------------------------
+# -- finding
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_at_all_is_none(tmp_path: Path) -> None:
@@ -178,7 +201,8 @@ def test_nothing_at_all_is_none(tmp_path: Path) -> None:
 
 
 def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: Path) -> None:
-    """10 is newer than 9; the config can be read without the tensors, and skips damaged manifests."""
+    """10 is newer than 9; the config can be read without the tensors, and skips damaged
+    manifests."""
     saved = [save(tmp_path, iteration, iteration) for iteration in (10, 9)]
     loaded, values, _ = load(tmp_path)
     assert loaded is not None and loaded.iteration == 10 and same(values, saved[0])
@@ -193,23 +217,31 @@ def test_the_newest_by_number_is_loaded_and_its_config_is_found_first(tmp_path: 
     ("specs", "message"),
     [
         (make_specs()[:-1], "head.output.weight is not in the model"),
-        (make_specs() + make_specs([("head.extra", (3,), True)]), "head.extra is not in the checkpoint"),
+        (
+            make_specs() + make_specs([("head.extra", (3,), True)]),
+            "head.extra is not in the checkpoint",
+        ),
         (
             make_specs([("embedding.word.weight", (37, 17), True)]) + make_specs()[1:],
             r"embedding.word.weight has shape \[37, 16\], the model's has \[37, 17\]",
         ),
-        (make_specs([(f"p{i}", (2,), True) for i in range(9)]), r"p4 is not in the checkpoint \(and 12 more\)"),
+        (
+            make_specs([(f"p{i}", (2,), True) for i in range(9)]),
+            r"p4 is not in the checkpoint \(and 12 more\)",
+        ),
     ],
 )
 def test_other_parameters_are_refused(specs: Any, message: str, tmp_path: Path) -> None:
-    """Names and shapes must be the model's; the older checkpoint is not tried, no shard is touched."""
+    """Names and shapes must be the model's; the older checkpoint is not tried, no shard is
+    touched."""
     save(tmp_path, 9, 1)
     save(tmp_path, 10, 1, world_size=2)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, world_size=2, specs=specs)
 
 
-# -- crashes and full disks -----------------------------------------------------------------------------------------
+# -- crashes and full disks
+# -----------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -232,8 +264,11 @@ def fail_to_write(monkeypatch: pytest.MonkeyPatch, rank: int, times: int, number
 MUTATING = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
-def fail_at(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Let the `number`-th (from 0) mutating call of `os` fail; return a counter of the calls so far."""
+def fail_at(
+    number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], int]:
+    """Let the `number`-th (from 0) mutating call of `os` fail; return a counter of the calls so
+    far."""
     calls = itertools.count()
     latest = [-1]
 
@@ -251,8 +286,11 @@ def fail_at(number: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) 
     return lambda: latest[0] + 1
 
 
-def every_point(action: Callable[[Path], Any], prepare: Callable[[Path], Any], tmp_path: Path, error: Any) -> Any:
-    """Run the action on a fresh directory with a failure at its first, second ... mutating call, until none is hit."""
+def every_point(
+    action: Callable[[Path], Any], prepare: Callable[[Path], Any], tmp_path: Path, error: Any
+) -> Any:
+    """Run the action on a fresh directory with a failure at its first, second ... mutating call,
+    until none is hit."""
     for number in itertools.count():
         root = tmp_path / f"{type(error).__name__}_{number}"
         prepare(root)
@@ -283,9 +321,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ],
 )
 def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_path: Path) -> None:
-    """Whatever call fails, the old or the new checkpoint loads; the next save works and leaves nothing behind."""
+    """Whatever call fails, the old or the new checkpoint loads; the next save works and leaves
+    nothing behind."""
     old, new = random_values(SPECS, 1), random_values(SPECS, 2)
-    points = every_point(lambda root: save(root, iteration, 2), lambda root: save(root, 10, 1), tmp_path, error)
+    points = every_point(
+        lambda root: save(root, iteration, 2), lambda root: save(root, 10, 1), tmp_path, error
+    )
     outcomes = []
     for root, failed in points:
         loaded, values, lines = load(root)
@@ -295,7 +336,9 @@ def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_p
         assert is_new or failed, "a save that succeeded is the one that is loaded"
         outcomes.append(is_new)
         save(root, 30, 3)
-        left = {name for name in names(root) if not name.startswith("10.aside-")}  # an unreadable old one is kept
+        left = {
+            name for name in names(root) if not name.startswith("10.aside-")
+        }  # an unreadable old one is kept
         assert left == ({"10", "20", "30"} if iteration == 20 and is_new else {"10", "30"})
         assert same(load(root)[1], random_values(SPECS, 3))
     assert outcomes[-1] is True
@@ -325,8 +368,11 @@ def test_every_crash_point_of_pruning(error: BaseException, tmp_path: Path) -> N
         assert names(root) == {"3", "4"}
 
 
-def test_syncs_come_in_the_order_that_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors, manifest and their folder are on the disk before the rename, and the rename before the save returns."""
+def test_syncs_come_in_the_order_that_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors, manifest and their folder are on the disk before the rename, and the rename before
+    the save returns."""
     events: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -343,17 +389,28 @@ def test_syncs_come_in_the_order_that_survives_a_power_cut(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path / "root", 10, 1)
-    expected = ["sync rank_000.safetensors", "sync manifest.json", "sync .tmp", "rename 10", "sync root"]
+    expected = [
+        "sync rank_000.safetensors",
+        "sync manifest.json",
+        "sync .tmp",
+        "rename 10",
+        "sync root",
+    ]
     assert events == expected
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_full_disk_of_one_rank_is_an_error_on_all(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank raises StorageError with rank, path, bytes needed and free; the temporary folder is gone."""
+def test_a_full_disk_of_one_rank_is_an_error_on_all(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank raises StorageError with rank, path, bytes needed and free; the temporary folder
+    is gone."""
     old = save(tmp_path, 10, 1, world_size=3)
     fail_to_write(monkeypatch, rank, 1, errno.ENOSPC)
     results = saved_by_all(lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(3))
-    num_bytes = sum(12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts())
+    num_bytes = sum(
+        12 * part.layout.shard_numel for _, part in empty_model(SPECS, Layout(3), 0).parts()
+    )
     for result in results:
         assert isinstance(result, StorageError) and result.exit_code == 8
         for part in (
@@ -377,8 +434,11 @@ def test_an_unwritable_directory_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -> None:
-    """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no folder appears."""
-    results = saved_by_all(lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(2), run_state() | {"x": 1})
+    """A mistake of the caller is raised unchanged on rank 0, other ranks get StorageError, and no
+    folder appears."""
+    results = saved_by_all(
+        lambda _: tmp_path, 20, random_values(SPECS, 2), Layout(2), run_state() | {"x": 1}
+    )
     assert [type(result) for result in results] == [ValueError, StorageError]
     assert "could not be read again: state has the unknown key 'x'" in str(results[0])
     assert names(tmp_path) == set()
@@ -386,21 +446,29 @@ def test_a_state_that_could_not_be_read_leaves_no_rank_waiting(tmp_path: Path) -
 
 def test_a_rank_that_sees_another_file_system_is_named(tmp_path: Path) -> None:
     """Two nodes without a common directory get an error that says so, not a hang."""
-    for result in saved_by_all(lambda rank: tmp_path / f"node_{rank}", 20, random_values(SPECS, 2), Layout(2)):
+    for result in saved_by_all(
+        lambda rank: tmp_path / f"node_{rank}", 20, random_values(SPECS, 2), Layout(2)
+    ):
         assert isinstance(result, StorageError)
         assert "rank 1: " in str(result) and "all ranks need the same file system" in str(result)
 
 
-# -- replacing and deleting -------------------------------------------------------------------------------------------
+# -- replacing and deleting
+# -------------------------------------------------------------------------------------------
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
-    """After a rollback the run reaches the same iteration again, perhaps with another number of ranks."""
+    """After a rollback the run reaches the same iteration again, perhaps with another number of
+    ranks."""
     save(tmp_path, 10, 1, world_size=3)
     new = save(tmp_path, 10, 2, world_size=2)
     assert same(load(tmp_path)[1], new)
     assert names(tmp_path) == {"10"}
-    assert names(tmp_path / "10") == {"manifest.json", "rank_000.safetensors", "rank_001.safetensors"}
+    assert names(tmp_path / "10") == {
+        "manifest.json",
+        "rank_000.safetensors",
+        "rank_001.safetensors",
+    }
 
 
 @pytest.mark.parametrize("kind", ["damaged", "empty", "file", "link", "dangling", "copy"])
@@ -453,13 +521,20 @@ def test_leftovers_are_swept_without_following_links(tmp_path: Path) -> None:
     (root / ".tmp-8-short").mkdir()
     (root / ".tmp-9-0123456789abcdef").write_text("a file")
     save(root, 10, 1)
-    assert names(root) == {"10", mixed.name, ".tmp-7-0123456789abcdef", ".tmp-8-short", ".tmp-9-0123456789abcdef"}
+    assert names(root) == {
+        "10",
+        mixed.name,
+        ".tmp-7-0123456789abcdef",
+        ".tmp-8-short",
+        ".tmp-9-0123456789abcdef",
+    }
     assert names(mixed) == {"notes.txt", "manifest.json"}
     assert (canary / "rank_000.safetensors").read_text() == "alive"
 
 
 def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
-    """Only complete checkpoints count; damaged ones, links, files and other folders are left alone."""
+    """Only complete checkpoints count; damaged ones, links, files and other folders are left
+    alone."""
     root = tmp_path / "root"
     for iteration in (1, 2, 3, 4, 5, 30):
         save(root, iteration, iteration)
@@ -483,7 +558,8 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path: Path) -> None:
 def test_a_list_that_cannot_be_read_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new checkpoint is there: a storage that fails for a moment afterwards must not end the run."""
+    """The new checkpoint is there: a storage that fails for a moment afterwards must not end the
+    run."""
     for iteration in (1, 2):
         save(tmp_path, iteration, iteration)
 
@@ -493,7 +569,9 @@ def test_a_list_that_cannot_be_read_deletes_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(retention.names, "find_checkpoints", fail)
         retention.prune(tmp_path, 1, 2)
-    assert names(tmp_path) == {"1", "2"} and "no old checkpoint is deleted: cannot read" in caplog.text
+    assert (
+        names(tmp_path) == {"1", "2"} and "no old checkpoint is deleted: cannot read" in caplog.text
+    )
     retention.prune(tmp_path, 1, 2)
     assert names(tmp_path) == {"2"}
 

@@ -1,4 +1,5 @@
-"""An address with a password or a key, typed into every option of every program: refused, and shown nowhere."""
+"""An address with a password or a key, typed into every option of every program: refused, and shown
+nowhere."""
 
 import importlib
 import json
@@ -39,8 +40,14 @@ PROGRAMS = (
         (f"--data_path=0.3,s3://b/a,0.7,{ADDRESS}", "--data_path=0.3,s3://b/a,0.7,https://..."),
         (f"{ADDRESS} b HTTP://me:{SECRET}@host", "https://... b HTTP://..."),
         (f"gs://bucket/run?token={SECRET}", "gs://bucket/run?token=..."),
-        (f"https://h/a?X-Amz-Date=1&X-Amz-Signature={SECRET}&b=1", "https://h/a?X-Amz-Date=1&X-Amz-Signature=..."),
-        (f"https://h/a?AWSAccessKeyId={SECRET}&Signature={SECRET}", "https://h/a?AWSAccessKeyId=..."),
+        (
+            f"https://h/a?X-Amz-Date=1&X-Amz-Signature={SECRET}&b=1",
+            "https://h/a?X-Amz-Date=1&X-Amz-Signature=...",
+        ),
+        (
+            f"https://h/a?AWSAccessKeyId={SECRET}&Signature={SECRET}",
+            "https://h/a?AWSAccessKeyId=...",
+        ),
         (f"https://account.blob/a?sv=1&sig={SECRET}", "https://account.blob/a?sv=1&sig=..."),
         (f"https://h/a#access_token={SECRET}", "https://h/a#access_token=..."),
         (f"https://h/a?api-key={SECRET}", "https://h/a?api-key=..."),
@@ -72,15 +79,21 @@ def refusal(argv: Sequence[str]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("used", [["--dataset_source=random"], ["--vocab_size=wrong", "--dry_run=1"]])
+@pytest.mark.parametrize(
+    "used", [["--dataset_source=random"], ["--vocab_size=wrong", "--dry_run=1"]]
+)
 def test_every_option_of_a_run(used: list[str]) -> None:
-    """All spellings and kinds of value, with and without a use for it, beside other mistakes too."""
+    """All spellings and kinds of value, with and without a use for it, beside other mistakes
+    too."""
     for name in OPTIONS:
-        assert RULE in (said := refusal([*used, f"--{name}={ADDRESS}"])) and SECRET not in said, name
+        assert RULE in (said := refusal([*used, f"--{name}={ADDRESS}"])) and SECRET not in said, (
+            name
+        )
 
 
 def test_every_place_of_a_command_line(tmp_path: Path) -> None:
-    """Words after a flag, before any, unknown flags, other programs' flags, files of flags and their names."""
+    """Words after a flag, before any, unknown flags, other programs' flags, files of flags and
+    their names."""
     flags = tmp_path / "flags"
     flags.write_text(f"--data_path '{ADDRESS}'")
     places: list[list[str]] = [
@@ -111,7 +124,9 @@ def test_a_declared_secret_may_hold_an_address() -> None:
     """Its value goes to the callback only."""
     variables = json.dumps({"STORE": ADDRESS})
     for words in ([f"--export_callback_env={variables}"], ["--export_callback_env", variables]):
-        arguments = parse([*words, "--export_callback_script=x", "--vocab_size=32", "--dataset_source=random"])
+        arguments = parse(
+            [*words, "--export_callback_script=x", "--vocab_size=32", "--dataset_source=random"]
+        )
         assert arguments.environment == {"STORE": ADDRESS} and SECRET not in repr(arguments)
 
 
@@ -129,26 +144,35 @@ def typed_options(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch, pytest.raises(Seen):
         patch.setattr(ScriptParser, "parse_known_args", see)
         main([])
-    return [(action.option_strings or [""])[-1] for action in parsers[-1]._actions if action.nargs != 0]
+    return [
+        (action.option_strings or [""])[-1] for action in parsers[-1]._actions if action.nargs != 0
+    ]
 
 
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_every_option_of_every_program(
     module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of all words of a command line the first with a secret is answered, whatever else is wrong."""
+    """Of all words of a command line the first with a secret is answered, whatever else is
+    wrong."""
     main = importlib.import_module(module).main
     options = typed_options(main, monkeypatch)
     assert options
     for option in options:
-        for words in ([f"{option}={ADDRESS}"], [option, ADDRESS]) if option else ([ADDRESS], ["--x", ADDRESS]):
+        for words in (
+            ([f"{option}={ADDRESS}"], [option, ADDRESS])
+            if option
+            else ([ADDRESS], ["--x", ADDRESS])
+        ):
             with pytest.raises(SystemExit) as ended:
                 main(words)
             shown = "".join(capfd.readouterr())
             assert ended.value.code == 2 and RULE in shown and SECRET not in shown, words
 
 
-def test_verbs_and_pictures(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbs_and_pictures(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The word of a command, and the files of a schedule's picture."""
     monkeypatch.setattr("sys.argv", ["megatron_lite", ADDRESS])
     assert megatron_lite_command() == 2
@@ -159,14 +183,23 @@ def test_verbs_and_pictures(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 
 def find_secret(folder: Path) -> list[Path]:
     """Return the files below a folder that hold the secret."""
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
 
 
 def test_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every text option in a run, a dry run and one that writes a job: exit 2, and exit.json has the refusal."""
-    for number, name in enumerate(name for name, flag in FLAGS.items() if flag.is_text and not flag.secret):
+    """Every text option in a run, a dry run and one that writes a job: exit 2, and exit.json has
+    the refusal."""
+    for number, name in enumerate(
+        name for name, flag in FLAGS.items() if flag.is_text and not flag.secret
+    ):
         root = tmp_path / str(number)
-        more = [["--dry_run=1", f"--write_sbatch={tmp_path}/job"], ["--dataset_source=random"]][number % 2]
+        more = [["--dry_run=1", f"--write_sbatch={tmp_path}/job"], ["--dataset_source=random"]][
+            number % 2
+        ]
         words = [*TINY, f"--experiment_dir={root}", *more, f"--{name}={ADDRESS}"]
         assert pretrain_gpt.main(words) == 2, name
         said = "".join(capfd.readouterr())
@@ -177,14 +210,33 @@ def test_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_starts_leak_nothing(tmp_path: Path) -> None:
-    """The launcher, too: of two ranks started by hand, and of an address in an older run that is shown and resumed."""
+    """The launcher, too: of two ranks started by hand, and of an address in an older run that is
+    shown and resumed."""
     refused = run([*TINY, f"--experiment_dir={tmp_path / 'a'}", f"--data_path={ADDRESS}"], ranks=2)
     assert refused.codes == [2, 2] and RULE in refused.output and SECRET not in refused.output
     assert not find_secret(tmp_path)
-    succeed([*TINY, f"--experiment_dir={tmp_path / 'b'}", "--stop_interval=2", "--checkpoint_interval=1"])
+    succeed(
+        [
+            *TINY,
+            f"--experiment_dir={tmp_path / 'b'}",
+            "--stop_interval=2",
+            "--checkpoint_interval=1",
+        ]
+    )
     path = tmp_path / "b" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "dataset_cache": ADDRESS, "data_path": [ADDRESS]}))
-    assert importlib.import_module("megatron_lite.commands.report_run").main([str(tmp_path / "b")], None) == 0
-    assert "https://..." in (tmp_path / "b" / "report.html").read_text() and find_secret(tmp_path) == [path]
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "dataset_cache": ADDRESS, "data_path": [ADDRESS]}
+        )
+    )
+    assert (
+        importlib.import_module("megatron_lite.commands.report_run").main(
+            [str(tmp_path / "b")], None
+        )
+        == 0
+    )
+    assert "https://..." in (tmp_path / "b" / "report.html").read_text() and find_secret(
+        tmp_path
+    ) == [path]
     resumed = succeed([*TINY, f"--experiment_dir={tmp_path / 'b'}"])
     assert SECRET not in resumed.output and not find_secret(tmp_path)

@@ -1,4 +1,5 @@
-"""Options of earlier versions: commands, configurations and checkpoints with them go on, or say what to write."""
+"""Options of earlier versions: commands, configurations and checkpoints with them go on, or say
+what to write."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.support.results import assert_same_run
 
 RUN = "--dataset_source=random --train_iters=200 --lr_decay_style=cosine --experiment_dir=x".split()
 
-# Removed option -> its default, another value, and what the refusal of that says to write, if anything.
+# Removed option -> its default, another value, and what the refusal of that says to write, if
+# anything.
 REMOVED = {
     "pipeline_delay": ("0.0", "1", ""),
     "checkpoint_offset": ("0", "5", "--checkpoint_interval=<iterations>"),
@@ -47,7 +49,8 @@ REMOVED = {
     "load_pretrained_optimizer": ("0", "1", "--load_parts=model,optimizer"),
 }
 
-# The others of the 45 that were weighed: each means something that no other option says, or later work needs it.
+# The others of the 45 that were weighed: each means something that no other option says, or later
+# work needs it.
 KEPT = """
     throttle_cpu throttle_cpu_rate throttle_cpu_delay init_method_std_embed init_method_std_qkv
     init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 min_loss_scale loss_scale_window profile_skip
@@ -83,7 +86,10 @@ def test_a_removed_option_has_an_answer(name: str) -> None:
     with pytest.raises(UsageError) as error:
         parse([*RUN, f"--{name}={other}"])
     (line,) = str(error.value).splitlines()
-    assert line.startswith(f"--{name}={other} is refused: ") and f"accepted: --{name}={float(default):g}" in line
+    assert (
+        line.startswith(f"--{name}={other} is refused: ")
+        and f"accepted: --{name}={float(default):g}" in line
+    )
     assert (instead or "--") in line, line
 
 
@@ -94,7 +100,9 @@ def test_the_others_are_options(name: str) -> None:
 
 
 def test_show_all_options_is_answered() -> None:
-    with pytest.raises(UsageError, match="--show_all_options is not a flag here: the log file and config.json in"):
+    with pytest.raises(
+        UsageError, match="--show_all_options is not a flag here: the log file and config.json in"
+    ):
         parse([*RUN, "--show_all_options=1"])
 
 
@@ -111,7 +119,8 @@ def test_of_both_names_the_last_counts() -> None:
 
 
 def test_one_is_an_iteration_and_a_point_makes_it_all() -> None:
-    """Rates of the first update: 1 is one iteration of warmup, 1.0 and 100% the whole cycle of 200."""
+    """Rates of the first update: 1 is one iteration of warmup, 1.0 and 100% the whole cycle of
+    200."""
     rates = {}
     for value in ("1", "1.0", "100%", "0.05", "5%", "10", "0", "0.0"):
         config = resolve(parse([*RUN, "--lr=0.01", f"--lr_warmup={value}"]).config, 1)
@@ -121,7 +130,9 @@ def test_one_is_an_iteration_and_a_point_makes_it_all() -> None:
     assert rates["0.05"] == rates["5%"] == rates["10"] == pytest.approx(0.01 / 10)
 
 
-@pytest.mark.parametrize("value", ["1.5", "200%", "-0.1", "100.0", "nan%", "%", "1e-400", "ten%", "0x1p-1", "-1"])
+@pytest.mark.parametrize(
+    "value", ["1.5", "200%", "-0.1", "100.0", "nan%", "%", "1e-400", "ten%", "0x1p-1", "-1"]
+)
 def test_what_is_neither_a_number_nor_a_share_is_refused(value: str) -> None:
     with pytest.raises(UsageError, match="--lr_warmup=") as error:
         parse([*RUN, f"--lr_warmup={value}"])
@@ -134,20 +145,29 @@ def test_a_cycle_has_a_length() -> None:
             parse([*RUN, f"--lr_cycle={value}"])
 
 
-# -- saved configurations ----------------------------------------------------------------------------------------------
+# -- saved configurations
+# ----------------------------------------------------------------------------------------------
 
 PAIRS = ("lr_warmup", "lr_wsd_decay", "lr_rewarmup", "lr_cycle", "lr_cooldown")
 
 
 def saved_earlier(config: Config) -> dict[str, Any]:
-    """Return a configuration as an earlier version wrote it: two options for each length, and removed ones."""
+    """Return a configuration as an earlier version wrote it: two options for each length, and
+    removed ones."""
     saved = flatten(config)
     for name in PAIRS:
         value = saved.pop(name)
         is_share = isinstance(value, str)
         unset = FLAGS[name].default
-        saved |= {f"{name}_iters": unset if is_share else value, f"{name}_fraction": float(value) if is_share else None}
-    return {**saved, **dict.fromkeys((*REMOVED, "show_all_options"), 3), "load_pretrained_weights": True}
+        saved |= {
+            f"{name}_iters": unset if is_share else value,
+            f"{name}_fraction": float(value) if is_share else None,
+        }
+    return {
+        **saved,
+        **dict.fromkeys((*REMOVED, "show_all_options"), 3),
+        "load_pretrained_weights": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -165,8 +185,12 @@ def test_a_saved_configuration_is_read_with_the_same_numbers(words: str) -> None
     """Nothing differs on a resume, and the rate of every iteration is the same."""
     config = resolve(parse([*RUN, *words.split()]).config, 1)
     current = with_current_names(saved_earlier(config))
-    assert checkpoint_values(current, "here").keys() == vars(config.model).keys()  # no option is unknown
-    assert {name: current[name] for name in PAIRS} == {name: flatten(config)[name] for name in PAIRS}
+    assert (
+        checkpoint_values(current, "here").keys() == vars(config.model).keys()
+    )  # no option is unknown
+    assert {name: current[name] for name in PAIRS} == {
+        name: flatten(config)[name] for name in PAIRS
+    }
     assert differences(current, config, None) == [] and moved_rate(current, config, 50) is None
     again = configuration({"config": saved_earlier(config)}, None)  # to replay a bad step
     assert again.learning_rate == config.learning_rate
@@ -185,14 +209,21 @@ def test_a_saved_configuration_is_read_with_the_same_numbers(words: str) -> None
         (False, False, ["model"], ["architecture"]),
     ],
 )
-def test_what_an_earlier_version_loaded(weights: bool, optimizer: bool, before: list[str], now: list[str]) -> None:
+def test_what_an_earlier_version_loaded(
+    weights: bool, optimizer: bool, before: list[str], now: list[str]
+) -> None:
     """As a replay of a bad step before the first checkpoint loads it."""
-    saved = {"load_pretrained_weights": weights, "load_pretrained_optimizer": optimizer, "load_parts": before}
+    saved = {
+        "load_pretrained_weights": weights,
+        "load_pretrained_optimizer": optimizer,
+        "load_parts": before,
+    }
     assert configuration({"config": saved}, None).source.load_parts == tuple(now)
 
 
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
-    """A checkpoint and config.json with the names of then: the same command goes on as if nothing had changed."""
+    """A checkpoint and config.json with the names of then: the same command goes on as if nothing
+    had changed."""
     flags = [word for word in TINY if "max_position_embeddings" not in word]  # as saved
     flags += ["--lr_warmup_fraction=0.5", "--lr_wsd_decay_iters=2", "--lr_decay_style=linear"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -206,7 +237,10 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
         else:
             path.write_text(json.dumps(saved_earlier(unflatten(tuples(content)))))
     output = succeed([*flags, f"--experiment_dir={stopped}", "--stop_interval=6"]).output
-    assert "the learning rate of iteration" not in output and "lr_" not in output.partition("resumed")[2], output
+    assert (
+        "the learning rate of iteration" not in output
+        and "lr_" not in output.partition("resumed")[2]
+    ), output
     assert_same_run(stopped, whole)
     broken = json.loads((stopped / "checkpoints" / "6" / "manifest.json").read_bytes())
     broken["config"] |= {"lr_warmup_iters": 0, "lr_warmup_fraction": 1.5}
@@ -216,4 +250,6 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
 
 
 def tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }

@@ -1,6 +1,8 @@
-"""Options of Levanter and Fast-LLM, typed with their own values: who follows the answer gets what the option meant.
+"""Options of Levanter and Fast-LLM, typed with their own values: who follows the answer gets what
+the option meant.
 
-tests/vectors/seed_options.txt lists the options, values and outcomes, written by hand from the text of their pages.
+tests/vectors/seed_options.txt lists the options, values and outcomes, written by hand from the text
+of their pages.
 """
 
 from __future__ import annotations
@@ -71,14 +73,17 @@ def outcome(words: list[str]) -> Outcome:
     """Return the resolved options of a command line, or its error."""
     try:
         config = parse([*RUN, *words]).config
-        ranks = config.distributed.world_size if isinstance(config.distributed.world_size, int) else 1
+        ranks = (
+            config.distributed.world_size if isinstance(config.distributed.world_size, int) else 1
+        )
         return {name: written(value) for name, value in flatten(resolve(config, ranks)).items()}
     except (CheckpointError, UsageError) as error:
         return str(error)
 
 
 def to_write(answer: str, value: str) -> list[str] | None:
-    """Return the words that an answer says to write instead, for this value; None if it has none."""
+    """Return the words that an answer says to write instead, for this value; None if it has
+    none."""
     if re.search(rf"\bfor {re.escape(value)} leave it out|: leave it out", answer):
         return []
     text = answer.partition(" write ")[2]
@@ -95,7 +100,8 @@ def to_write(answer: str, value: str) -> list[str] | None:
 
 
 def followed(case: Case) -> tuple[Outcome, list[str]]:
-    """Type a case, then what the answers say, until the program starts; return the outcome and the answers."""
+    """Type a case, then what the answers say, until the program starts; return the outcome and the
+    answers."""
     words, answers = [f"--{case.name}={case.value}"], []
     while len(answers) < 4:
         found = outcome([*case.beside, *words])
@@ -136,11 +142,13 @@ def wrong(case: Case) -> str:
     return ""
 
 
-# -- the tests -------------------------------------------------------------------------------------------------------
+# -- the tests
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_no_option_is_left_out() -> None:
-    """The table has every option of Levanter's page, and those of Fast-LLM's guide and MultiStageConfig."""
+    """The table has every option of Levanter's page, and those of Fast-LLM's guide and
+    MultiStageConfig."""
     names = {case.name for case in cases()}
     levanter = json.loads((VECTORS / "levanter_options.json").read_text("utf-8"))
     fast_llm = json.loads((VECTORS / "fast_llm_options.json").read_text("utf-8"))["ZeRO and stages"]
@@ -152,13 +160,15 @@ def test_no_option_is_left_out() -> None:
 
 
 def test_answers_do_what_was_meant() -> None:
-    """Typed with its default and with another value, each option ends in the configuration that its page describes."""
+    """Typed with its default and with another value, each option ends in the configuration that its
+    page describes."""
     said = [problem for case in cases() if (problem := wrong(case))]
     assert not said, "\n".join(said)
 
 
 def test_the_last_part_alone_is_no_other_option() -> None:
-    """`--haps` without `optimizer.` is accepted only with the same meaning; save_interval, in two units, says so."""
+    """`--haps` without `optimizer.` is accepted only with the same meaning; save_interval, in two
+    units, says so."""
     for case in cases():
         leaf = case.name.rpartition(".")[2]
         if "." in case.name and isinstance(outcome([*case.beside, f"--{leaf}={case.value}"]), dict):
@@ -170,7 +180,8 @@ def test_the_last_part_alone_is_no_other_option() -> None:
 
 @pytest.mark.parametrize("name", sorted(PATHS - REMOTE))
 def test_urls_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only data and pretrained models may be remote: one line, and nothing is written below a folder `gs:`."""
+    """Only data and pretrained models may be remote: one line, and nothing is written below a
+    folder `gs:`."""
     monkeypatch.chdir(tmp_path)
     for url in ("gs://bucket/run", "s3://bucket/a", "hf://datasets/a", "https://host/a.json"):
         said = outcome([f"--{name}={url}"])
@@ -179,21 +190,32 @@ def test_urls_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_urls_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_urls_of_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Scripts refuse them, too, except in a prompt and as inputs, which are copied."""
     monkeypatch.chdir(tmp_path)
     parser = ScriptParser(prog="script")
     for name in ("inputs", "--output_prefix", "--prompt"):
         parser.add_argument(name)
-    assert parser.parse_args(["s3://bucket/a.txt", "--prompt=https://host"]).prompt == "https://host"
+    assert (
+        parser.parse_args(["s3://bucket/a.txt", "--prompt=https://host"]).prompt == "https://host"
+    )
     for words in (["a.txt", "--output_prefix=s3://bucket/a"],):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
         said = capsys.readouterr().err
-        assert "a URL is neither read nor written; write a local or mounted path" in said and said.count("\n") == 1
+        assert (
+            "a URL is neither read nor written; write a local or mounted path" in said
+            and said.count("\n") == 1
+        )
 
 
 def test_includes() -> None:
     """YAML's `!include file` is @file here."""
-    for words in (["--data=!include data.yaml"], ["--data", "!include data.yaml"], ["!include", "data.yaml"]):
+    for words in (
+        ["--data=!include data.yaml"],
+        ["--data", "!include data.yaml"],
+        ["!include", "data.yaml"],
+    ):
         assert "write @<file> alone instead, to insert the flags in it" in str(outcome(words))

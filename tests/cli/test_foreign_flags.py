@@ -1,6 +1,8 @@
-"""docs/from_levanter.md and docs/from_fast_llm.md are complete, and the program does what they say of every option.
+"""docs/from_levanter.md and docs/from_fast_llm.md are complete, and the program does what they say
+of every option.
 
-tests/vectors lists the options and their defaults by section, from Levanter's and Fast-LLM's own pages and classes.
+tests/vectors lists the options and their defaults by section, from Levanter's and Fast-LLM's own
+pages and classes.
 """
 
 import html
@@ -28,16 +30,23 @@ Row = dict[str, str]
 
 
 def options(name: str) -> dict[str, dict[str, Any]]:
-    """Return another program's options: {section: {name: default as typed, or null where there is no plain one}}."""
-    parts: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "vectors" / f"{name}_options.json").read_text())
+    """Return another program's options: {section: {name: default as typed, or null where there is
+    no plain one}}."""
+    parts: dict[str, dict[str, Any]] = json.loads(
+        (ROOT / "tests" / "vectors" / f"{name}_options.json").read_text()
+    )
     return parts
 
 
 def rows(page: str) -> list[Row]:
-    """Return the rows of all tables with a column "default here" as {column: cell}; the first column is "option"."""
+    """Return the rows of all tables with a column "default here" as {column: cell}; the first
+    column is "option"."""
     found, head = [], []
     for line in page.splitlines():
-        cells = [html.unescape(cell.strip().replace("\\|", "|")) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells = [
+            html.unescape(cell.strip().replace("\\|", "|"))
+            for cell in re.split(r"(?<!\\)\|", line)[1:-1]
+        ]
         if "default here" in cells:
             head = ["option", *cells[1:]]
         elif head and cells and cells[0].strip("-"):
@@ -49,7 +58,8 @@ def rows(page: str) -> list[Row]:
 
 
 def options_of(row: Row) -> list[str]:
-    """Return all names in the first cell; none in a row about something that is not an option there."""
+    """Return all names in the first cell; none in a row about something that is not an option
+    there."""
     return re.findall(r"`([\w.]+)`", row["option"])
 
 
@@ -73,7 +83,9 @@ def assert_accepted_only(name: str, row: Row) -> None:
     for value in accepted:
         assert parse([f"--{name}={value}"]).given == {}
     for value in {"17", "something"} - set(accepted):
-        assert answer(f"--{name}={value}").startswith(f"--{name}={value} is refused: {remark_of(row)}")
+        assert answer(f"--{name}={value}").startswith(
+            f"--{name}={value} is refused: {remark_of(row)}"
+        )
 
 
 def answer(argument: str) -> str:
@@ -88,7 +100,8 @@ LEVANTER_OPTIONS = [(name, row) for row in LEVANTER_ROWS for name in options_of(
 FAST_LLM_OPTIONS = [(name, row) for row in FAST_LLM_ROWS for name in options_of(row)]
 
 
-# -- both ------------------------------------------------------------------------------------------------------------
+# -- both
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_flags_and_defaults_here() -> None:
@@ -122,7 +135,11 @@ def test_defaults_elsewhere_in_the_table_of_flags() -> None:
                     differing.setdefault(name or "", set()).add(f"{program}: {there}{model}")
     assert len(differing) > 25
     for line in FLAGS_PAGE.splitlines():
-        cells = line.strip("| ").split(" | ") if line.startswith("| `--") and line.count(" | ") == 5 else []
+        cells = (
+            line.strip("| ").split(" | ")
+            if line.startswith("| `--") and line.count(" | ") == 5
+            else []
+        )
         if cells:
             name, listed = cells[0].strip("`-"), set()
             for part in filter(None, cells[5].strip(" |").split("; ") if len(cells) > 5 else []):
@@ -132,12 +149,15 @@ def test_defaults_elsewhere_in_the_table_of_flags() -> None:
     assert not differing
 
 
-# -- Levanter --------------------------------------------------------------------------------------------------------
+# -- Levanter
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_every_option_of_levanter_has_a_row() -> None:
     """No option of the page is left out, none is made up, and the defaults there are the page's."""
-    defaults = {name: default for part in options("levanter").values() for name, default in part.items()}
+    defaults = {
+        name: default for part in options("levanter").values() for name, default in part.items()
+    }
     assert len(defaults) >= 150
     assert {name for name, _ in LEVANTER_OPTIONS} == set(defaults)
     for name, default in defaults.items():
@@ -151,7 +171,8 @@ def test_every_option_of_levanter_has_a_row() -> None:
 
 
 def test_the_program_answers_as_the_table_says() -> None:
-    """Typed with all its parts, an option of Levanter is answered with the flags of its row, or with its reason."""
+    """Typed with all its parts, an option of Levanter is answered with the flags of its row, or
+    with its reason."""
     for name, row in LEVANTER_OPTIONS:
         flags = flags_in(row["here"])
         if name in SPELLINGS:  # the same flag under its own name
@@ -162,7 +183,9 @@ def test_the_program_answers_as_the_table_says() -> None:
             continue
         said = answer(f"--{name}")  # without a value, all cases
         assert said.startswith(f"--{name} is not a flag here: ")
-        if row["here"] == "refused" and "(" in row["option"]:  # a case in which there is nothing to write
+        if (
+            row["here"] == "refused" and "(" in row["option"]
+        ):  # a case in which there is nothing to write
             assert remark_of(row) in said
         elif row["here"] == "refused":
             assert said.removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
@@ -172,54 +195,76 @@ def test_the_program_answers_as_the_table_says() -> None:
 
 
 def test_the_last_part_alone() -> None:
-    """`--num_train_steps` without `trainer.` is the flag of the row, or refused; never another flag by accident."""
+    """`--num_train_steps` without `trainer.` is the flag of the row, or refused; never another flag
+    by accident."""
     for name, row in LEVANTER_OPTIONS:
         leaf = name.rpartition(".")[2]
         if leaf in SPELLINGS:
-            # Two names mean something else elsewhere: Megatron's save_interval, Fast-LLM's lr_schedule. Levanter's
-            # shuffle is an order or a window.
+            # Two names mean something else elsewhere: Megatron's save_interval, Fast-LLM's
+            # lr_schedule. Levanter's shuffle is an order or a window.
             assert SPELLINGS[leaf].name in flags_in(row["here"]) or leaf in OTHERS, name
         else:
             said = answer(f"--{leaf}=17")
-            assert " is not a flag here: " in said or "is refused: " in said or said.startswith("unknown flag"), said
+            assert (
+                " is not a flag here: " in said
+                or "is refused: " in said
+                or said.startswith("unknown flag")
+            ), said
 
 
 def test_names_with_dots_that_nobody_knows() -> None:
-    """They are unknown flags with short messages and no guess; one of our flags below any group is named."""
+    """They are unknown flags with short messages and no guess; one of our flags below any group is
+    named."""
     assert answer("--trainer.nothing=1").startswith("unknown flag --trainer.nothing")
     assert answer("--model.hidden_size=1").endswith(": flags have no dots; write --hidden_size=1")
-    assert answer("--any.tensor_parallel=2").endswith(": flags have no dots; write --tensor_parallel=2")
+    assert answer("--any.tensor_parallel=2").endswith(
+        ": flags have no dots; write --tensor_parallel=2"
+    )
     assert len(answer("--" + "a." * 100_000 + "mp=1")) < 300
 
 
 def test_types_of_schedules_and_trackers() -> None:
     """`type` chooses the kind of an option in Levanter, but is no option in its lists."""
     for name in ("optimizer.lr_schedule.type", "lr_schedule.type"):
-        assert answer(f"--{name}=cosine").startswith(f"--{name} is not a flag here: write --lr_decay_style")
+        assert answer(f"--{name}=cosine").startswith(
+            f"--{name} is not a flag here: write --lr_decay_style"
+        )
     assert "write --trackers=wandb" in answer("--trainer.tracker.type=wandb")
 
 
 def test_defaults_of_levanter_as_flags() -> None:
-    """The recipe at the top of the page sets every default of Levanter that differs from the one of a flag here."""
+    """The recipe at the top of the page sets every default of Levanter that differs from the one of
+    a flag here."""
     recipe = re.search(r"^```\n(.*?)\n```$", LEVANTER, re.M | re.S)
     assert recipe is not None
     arguments = parse([*recipe[1].split(), "--dataset_source=random"])
     assert arguments.warnings == ()
     values, left = flatten(arguments.config), set(arguments.given) - {"dataset_source"}
-    # Not part of how a model is trained: files and trackers, and the order of samples, which has other words here.
+    # Not part of how a model is trained: files and trackers, and the order of samples, which has
+    # other words here.
     for row in LEVANTER_ROWS:
         there, name = row.get("default there", ""), flag_of(row)
         if name is None or there in ("", "none") or row["default here"].endswith(SAME):
             continue
-        trackers = ("trackers", "wandb_project_name", "wandb_mode", "wandb_save_code", "watch_interval")
+        trackers = (
+            "trackers",
+            "wandb_project_name",
+            "wandb_mode",
+            "wandb_save_code",
+            "watch_interval",
+        )
         if name not in ("export_interval", "export_weights", "shuffle", *trackers):
             assert written(values[name]) == re.sub(r"none \((.*)\)", r"\1", there), row
             left.discard(name)
     checkpoints = {"checkpoint_minutes": 15.0, "max_checkpoints": 1, "keep_checkpoints": ("10000",)}
-    assert {name: values[name] for name in left} == {**checkpoints, "recompute_layers": values["num_layers"]}
+    assert {name: values[name] for name in left} == {
+        **checkpoints,
+        "recompute_layers": values["num_layers"],
+    }
 
 
-# -- Fast-LLM --------------------------------------------------------------------------------------------------------
+# -- Fast-LLM
+# --------------------------------------------------------------------------------------------------------
 
 
 def listed_as_same() -> list[str]:
@@ -230,14 +275,18 @@ def listed_as_same() -> list[str]:
 
 def test_every_flag_of_fast_llm_is_there_once() -> None:
     """In a list or in one row; a row has Fast-LLM's default."""
-    defaults = {name: default for part in options("fast_llm").values() for name, default in part.items()}
+    defaults = {
+        name: default for part in options("fast_llm").values() for name, default in part.items()
+    }
     names = [*listed_as_same(), *(name for name, _ in FAST_LLM_OPTIONS)]
     assert sorted(names) == sorted(defaults) and len(names) == 206
     assert all(defaults[name] == row["default there"] for name, row in FAST_LLM_OPTIONS)
 
 
 def test_the_same_flags_have_the_same_defaults() -> None:
-    defaults = {name: default for part in options("fast_llm").values() for name, default in part.items()}
+    defaults = {
+        name: default for part in options("fast_llm").values() for name, default in part.items()
+    }
     for name in listed_as_same():
         flag, default = FLAGS[name], defaults[name]
         empty = "[]" if flag.is_list else ""
@@ -254,7 +303,10 @@ def test_flags_of_fast_llm() -> None:
             continue
         assert len(remark_of(row)) > 10, name
         if row["here"] == "refused":
-            assert answer(f"--{name}=17").removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"
+            assert (
+                answer(f"--{name}=17").removesuffix(NO_FLAG)
+                == f"--{name} is not a flag here: {remark_of(row)}"
+            )
             continue
         assert row["here"].startswith("only `"), name
         assert_accepted_only(name, row)

@@ -14,7 +14,8 @@ from megatron_lite.validation import resolve
 
 
 def test_help_fits_on_two_screens() -> None:
-    """At most two screens of 50 lines of 120 columns, with every basic option once and its default."""
+    """At most two screens of 50 lines of 120 columns, with every basic option once and its
+    default."""
     lines = help_text(everything=False).splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 120
     for flag in FLAGS.values():
@@ -28,7 +29,9 @@ def test_help_fits_on_two_screens() -> None:
 def test_every_heading_has_options(everything: bool) -> None:
     """An area without options to show has no heading."""
     lines = help_text(everything).splitlines()
-    headings = [place for place, line in enumerate(lines) if line.endswith(":") and line == line.strip()]
+    headings = [
+        place for place, line in enumerate(lines) if line.endswith(":") and line == line.strip()
+    ]
     assert len(headings) >= 10
     assert all(lines[place + 1].startswith("  --") for place in headings)
 
@@ -39,7 +42,9 @@ def test_daily_options_are_in_the_short_help() -> None:
     (command,) = re.findall(r"^torchrun --standalone .*--tokenizer_file.*$", readme, re.M)
     flags = re.findall(r" --(\w+)=", command.split("pretrain_gpt.py")[1])
     shown = help_text(everything=False)
-    assert len(flags) > 10 and not [flag for flag in flags if f"  --{SPELLINGS[flag].name}=" not in shown]
+    assert len(flags) > 10 and not [
+        flag for flag in flags if f"  --{SPELLINGS[flag].name}=" not in shown
+    ]
 
 
 def test_help_all_has_everything() -> None:
@@ -61,18 +66,29 @@ def marked(world_size: int = 1, **options: object) -> set[str]:
 
 
 def test_banner_lists_every_option_sorted() -> None:
-    """Each option has one dotted line with its value as typed; the derived numbers keep their order."""
+    """Each option has one dotted line with its value as typed; the derived numbers keep their
+    order."""
     config = resolve(unflatten({"data_path": ("0.5", "a", "0.5", "b"), "gated": True}), 2)
     lines = banners(config, {"parameters": "1,234", "a": "b"})[0].splitlines()
     split = next(place for place, line in enumerate(lines) if " derived " in line)
     names = [line[2:].split(" ")[0] for line in lines[1:split]]
     assert names == sorted(flatten(config))
-    assert "* data_path " in "\n".join(lines) and lines[names.index("data_path") + 1].endswith(". 0.5 a 0.5 b")
+    assert "* data_path " in "\n".join(lines) and lines[names.index("data_path") + 1].endswith(
+        ". 0.5 a 0.5 b"
+    )
     assert lines[names.index("window_size") + 1].endswith(". (full causal attention)")
     assert lines[names.index("split") + 1].endswith(". 969,30,1")
     assert [line.split()[0] for line in lines[split + 1 : -1]] == ["parameters", "a"]
     assert lines[0].startswith("---") and " end of arguments " in lines[-1]
-    assert len({line.index(" ", 2 + len(name) + 1) for name, line in zip(names, lines[1:split], strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(" ", 2 + len(name) + 1)
+                for name, line in zip(names, lines[1:split], strict=True)
+            }
+        )
+        == 1
+    )
 
 
 def test_banner_marks_what_differs_from_the_default() -> None:
@@ -84,20 +100,34 @@ def test_banner_marks_what_differs_from_the_default() -> None:
         "train_iters",
         "sequence_length",
     }
-    assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {"init_method_std", "head_groups"}
+    assert marked(init_method_std=0.5, kv_channels=128, head_groups=1) == {
+        "init_method_std",
+        "head_groups",
+    }
     assert marked(2, batch_size=8, micro_batch_size=2) == {"batch_size", "micro_batch_size"}
     assert marked(2, batch_size=8) == {"batch_size"}
     split = {"micro_batch_size": 2, "breadth_first_micro_batches": 4}
-    assert marked(2, **split) == {"batch_size", *split}, "the batch follows, but nothing else gives the same numbers"
+    assert marked(2, **split) == {"batch_size", *split}, (
+        "the batch follows, but nothing else gives the same numbers"
+    )
     assert marked(2, micro_batch_size=1) == set()
     assert marked(4, tensor_parallel=2) == {"tensor_parallel"}
     assert marked(experiment_dir="/x/y", gated=True) == {"experiment_dir", "gated"}
-    assert marked(experiment_dir="/x/y", experiment_name="z") == {"experiment_dir", "experiment_name"}
+    assert marked(experiment_dir="/x/y", experiment_name="z") == {
+        "experiment_dir",
+        "experiment_name",
+    }
 
 
 def test_short_banner_has_what_differs_as_typed() -> None:
-    """Options that differ from the default, in lines of 118 columns that a shell reads back, then derived numbers."""
-    values = {"num_layers": 3, "data_path": ("0.5", "a b", "0.5", "c"), "experiment_dir": "/x", "rope_factor": None}
+    """Options that differ from the default, in lines of 118 columns that a shell reads back, then
+    derived numbers."""
+    values = {
+        "num_layers": 3,
+        "data_path": ("0.5", "a b", "0.5", "c"),
+        "experiment_dir": "/x",
+        "rope_factor": None,
+    }
     config = resolve(unflatten({**values, "lr": 3e-4, "train_iters": 7}), 1)
     title, *lines = banners(config, {"parameters": "1,234"})[1].splitlines()
     assert "/x/config.json" in title
@@ -110,7 +140,9 @@ def test_short_banner_has_what_differs_as_typed() -> None:
         "--num_layers=3",
         "--train_iters=7",
     ]
-    many = resolve(unflatten({"data_path": tuple(f"/data/{number:04d}" for number in range(1250))}), 1)
+    many = resolve(
+        unflatten({"data_path": tuple(f"/data/{number:04d}" for number in range(1250))}), 1
+    )
     assert max(map(len, banners(many, {})[1].splitlines())) < 250
     assert "... (1,250 words)" in banners(many, {})[1]
 

@@ -36,7 +36,9 @@ SAME = """
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mistral: six query heads of ten channels, three of keys, a window, a tied head."""
     changes = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0), sliding_window=7)
-    return write_folder("mistral, yarn, tied", tmp_path_factory.mktemp("mistral") / "model", **changes)
+    return write_folder(
+        "mistral, yarn, tied", tmp_path_factory.mktemp("mistral") / "model", **changes
+    )
 
 
 def model_of(*flags: str) -> dict[str, Any]:
@@ -50,18 +52,27 @@ def pretrained(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_the_folder_fills_in_the_model(folder: Path) -> None:
-    """No model flag needs to be typed: the model equals that of the same flags, except for noise and initial values."""
+    """No model flag needs to be typed: the model equals that of the same flags, except for noise
+    and initial values."""
     found, wanted = pretrained(folder), model_of(*SAME)
     different = {name for name in MODEL_OPTIONS if found[name] != wanted[name]}
-    assert all(name.startswith("init_method_std") or name.endswith("_dropout") for name in different)
+    assert all(
+        name.startswith("init_method_std") or name.endswith("_dropout") for name in different
+    )
     assert found["window_size"] == 7 and found["rotary_base"] == 500.0 and found["head_groups"] == 3
 
 
 def test_the_tokenizer_follows_the_model(folder: Path, tmp_path: Path) -> None:
-    """Weights of a folder bring its tokenizer, for text and exports; a typed one wins, an architecture brings none."""
+    """Weights of a folder bring its tokenizer, for text and exports; a typed one wins, an
+    architecture brings none."""
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    flags = (f"--pretrained_checkpoint_path={tmp_path}/model", "--data_path=/text", *RUN[:2], "--batch_size=2")
+    flags = (
+        f"--pretrained_checkpoint_path={tmp_path}/model",
+        "--data_path=/text",
+        *RUN[:2],
+        "--batch_size=2",
+    )
     found = parse(flags)
     assert found.config.data.tokenizer_file == f"{tmp_path}/model/tokenizer.json"
     assert any("the tokenizer is that of the pretrained model" in note.text for note in found.notes)
@@ -73,7 +84,9 @@ def test_a_run_keeps_the_learned_positions_of_its_checkpoint(tmp_path: Path) -> 
     """Older versions had 2,048 by default; a new run has as many as a sample has tokens."""
     flags = [*RUN, f"--experiment_dir={tmp_path}"]
     assert model_of(*flags)["max_position_embeddings"] == 16
-    assert run([*STARTED, "--train_iters=1", "--max_position_embeddings=99", *flags[-1:]]).codes == [0]
+    assert run(
+        [*STARTED, "--train_iters=1", "--max_position_embeddings=99", *flags[-1:]]
+    ).codes == [0]
     assert model_of(*flags)["max_position_embeddings"] == 99
     assert model_of(*flags, "--use_rotary_embeddings=1")["max_position_embeddings"] == 16
 
@@ -107,7 +120,8 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("flag", CONTRADICTIONS)
 def test_contradictions(flag: str, folder: Path) -> None:
-    """A flag that contradicts the folder is an error with both values; --ignore_pretrained_config=1 lets it win."""
+    """A flag that contradicts the folder is an error with both values; --ignore_pretrained_config=1
+    lets it win."""
     with pytest.raises(CheckpointError, match="the flags contradict the model") as caught:
         pretrained(folder, flag)
     lines = str(caught.value).splitlines()
@@ -141,29 +155,44 @@ FREE = (
 
 @pytest.mark.parametrize("flag", FREE.split())
 def test_options_that_do_not_change_the_weights_are_free(flag: str, folder: Path) -> None:
-    """Dropouts, initial values, precision, padding; the length, where no position is learned; how norms are kept."""
+    """Dropouts, initial values, precision, padding; the length, where no position is learned; how
+    norms are kept."""
     ((name, value),) = parse([flag]).given.items()
     assert pretrained(folder, flag)[name] == value
     assert pretrained(folder, *SAME, flag, "--use_pretrained_config=0")[name] == value
 
 
 def test_initial_weights_that_are_never_drawn(folder: Path) -> None:
-    """Typed options of initial weights cause a warning with pretrained weights, but not with an architecture alone."""
+    """Typed options of initial weights cause a warning with pretrained weights, but not with an
+    architecture alone."""
     flags = [*RUN, f"--pretrained_checkpoint_path={folder}"]
     assert parse(flags).warnings == ()
-    for name, value in (("init_method_std", "0.5"), ("init_method_std_mlp_2", "0.5"), ("layer_norm_init_range", "0.1")):
+    for name, value in (
+        ("init_method_std", "0.5"),
+        ("init_method_std_mlp_2", "0.5"),
+        ("layer_norm_init_range", "0.1"),
+    ):
         (caution,) = parse([*flags, f"--{name}={value}"]).warnings
         assert caution.startswith(f"--{name} has no effect with --pretrained_checkpoint_path")
         assert parse([*flags, f"--{name}={value}", "--load_parts=architecture"]).warnings == ()
 
 
 def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
-    """A typed flag also replaces the folder's values of the options that follow from it: dropout is off everywhere."""
-    folder = write_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
+    """A typed flag also replaces the folder's values of the options that follow from it: dropout is
+    off everywhere."""
+    folder = write_folder(
+        "gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3
+    )
     found = pretrained(folder)
-    assert (found["hidden_dropout"], found["embedding_dropout"], found["attention_dropout"]) == (0.1, 0.2, 0.3)
+    assert (found["hidden_dropout"], found["embedding_dropout"], found["attention_dropout"]) == (
+        0.1,
+        0.2,
+        0.3,
+    )
     assert pretrained(folder, "--hidden_dropout=0")["embedding_dropout"] == 0.0
-    assert pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2  # which says nothing new
+    assert (
+        pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2
+    )  # which says nothing new
     assert pretrained(folder, "--init_method_std=0.5")["init_method_std_mlp_1"] == 0.5
 
 
@@ -172,13 +201,22 @@ def test_another_rope_type(tmp_path: Path) -> None:
     folder = write_folder("mistral, yarn, tied", tmp_path / "model")
     assert pretrained(folder)["rope_attention_factor"] == 1.3
     assert pretrained(folder, "--rope_type=yarn") == pretrained(folder)
-    found = pretrained(folder, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
-    assert found["rope_factor"] == 2.0 and found["rope_attention_factor"] is None and found["rotary_base"] == 500.0
+    found = pretrained(
+        folder, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1"
+    )
+    assert (
+        found["rope_factor"] == 2.0
+        and found["rope_attention_factor"] is None
+        and found["rotary_base"] == 500.0
+    )
 
 
 @pytest.mark.parametrize("source", ["folder", *(name for name in PRESETS if "gpt2" not in name)])
-def test_the_length_that_a_typed_rope_stretches_is_the_models_own(source: str, folder: Path) -> None:
-    """Not a longer one that is typed beside it; a typed original length wins, and other types have none."""
+def test_the_length_that_a_typed_rope_stretches_is_the_models_own(
+    source: str, folder: Path
+) -> None:
+    """Not a longer one that is typed beside it; a typed original length wins, and other types have
+    none."""
     start = f"--pretrained_checkpoint_path={folder}" if source == "folder" else f"--model={source}"
     own = model_of(start)["max_position_embeddings"]
     for kind in ("llama3", "yarn"):
@@ -186,15 +224,21 @@ def test_the_length_that_a_typed_rope_stretches_is_the_models_own(source: str, f
             continue
         typed = [start, f"--rope_type={kind}", "--rope_factor=8", "--ignore_pretrained_config=1"]
         found = model_of(*typed, f"--max_position_embeddings={8 * own}")
-        assert (found["rope_original_max_position_embeddings"], found["max_position_embeddings"]) == (own, 8 * own)
+        assert (
+            found["rope_original_max_position_embeddings"],
+            found["max_position_embeddings"],
+        ) == (own, 8 * own)
         written = model_of(*typed, "--rope_original_max_position_embeddings=32")
         assert written["rope_original_max_position_embeddings"] == 32
-    linear = model_of(start, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1")
+    linear = model_of(
+        start, "--rope_type=linear", "--rope_factor=2", "--ignore_pretrained_config=1"
+    )
     assert linear["rope_original_max_position_embeddings"] is None
 
 
 def test_flags_alone(folder: Path) -> None:
-    """--use_pretrained_config=0: defaults count as well, and differ; with --ignore_pretrained_config=1 they may."""
+    """--use_pretrained_config=0: defaults count as well, and differ; with
+    --ignore_pretrained_config=1 they may."""
     with pytest.raises(CheckpointError, match="the flags contradict the model") as caught:
         pretrained(folder, "--use_pretrained_config=0", "--num_layers=2")
     assert "--hidden_size: 30 in the checkpoint, 1024 now" in str(caught.value)
@@ -210,7 +254,12 @@ def test_preset_counts_as_typed(folder: Path) -> None:
 
 def test_a_folder_of_which_nothing_would_be_used(folder: Path) -> None:
     with pytest.raises(UsageError, match="nothing of --pretrained_checkpoint_path would be used"):
-        pretrained(folder, "--use_pretrained_config=0", "--ignore_pretrained_config=1", "--load_parts=architecture")
+        pretrained(
+            folder,
+            "--use_pretrained_config=0",
+            "--ignore_pretrained_config=1",
+            "--load_parts=architecture",
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,19 +271,27 @@ def test_a_folder_of_which_nothing_would_be_used(folder: Path) -> None:
         ("{empty}", None, "the folder is empty"),
     ],
 )
-def test_no_such_folder(path: str, kind: str | None, words: str, folder: Path, tmp_path: Path) -> None:
+def test_no_such_folder(
+    path: str, kind: str | None, words: str, folder: Path, tmp_path: Path
+) -> None:
     """One line with the flag's name, before anything else is looked at."""
     path = path.format(folder=folder, empty=tmp_path)
-    flags = [f"--pretrained_checkpoint_path={path}", *([f"--pretrained_checkpoint_type={kind}"] if kind else [])]
+    flags = [
+        f"--pretrained_checkpoint_path={path}",
+        *([f"--pretrained_checkpoint_type={kind}"] if kind else []),
+    ]
     with pytest.raises(CheckpointError, match="^--pretrained_checkpoint_path: ") as caught:
         parse(flags)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_mistakes_of_the_command_line_come_first(folder: Path) -> None:
-    """A wrong flag is reported without the contradictions that only the missing folder's values would cause."""
+    """A wrong flag is reported without the contradictions that only the missing folder's values
+    would cause."""
     with pytest.raises(UsageError) as caught:
-        parse([f"--pretrained_checkpoint_path={folder}", "--hiden_size=8", "--num_attention_heads=7"])
+        parse(
+            [f"--pretrained_checkpoint_path={folder}", "--hiden_size=8", "--num_attention_heads=7"]
+        )
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -261,7 +318,9 @@ def test_the_command_line_ends_with_code_4(folder: Path, tmp_path: Path) -> None
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     (tmp_path / "model" / "model.safetensors").touch()
     path, experiment = tmp_path / "model", tmp_path / "run"
-    outcome = run([*RUN, f"--pretrained_checkpoint_path={path}", f"--experiment_dir={experiment}"], 2)
+    outcome = run(
+        [*RUN, f"--pretrained_checkpoint_path={path}", f"--experiment_dir={experiment}"], 2
+    )
     assert outcome.codes == [4, 4], outcome.output
     assert len(outcome.error_lines()) == 1 and "rwkv" in outcome.output and not any(outcome.stdouts)
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["exit_code"] == 4
@@ -272,7 +331,9 @@ def test_no_torch_for_a_hugging_face_folder(folder: Path) -> None:
         "import sys; from megatron_lite.cli.parse import parse;"
         f"parse(['--pretrained_checkpoint_path={folder}']); print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"
 
 
@@ -283,14 +344,20 @@ def test_defaults_are_untouched() -> None:
 
 
 def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
-    """A Mistral without a window goes out as one, unless flags make it another model; a type that is typed must do."""
+    """A Mistral without a window goes out as one, unless flags make it another model; a type that
+    is typed must do."""
     folder = write_folder("mistral, yarn, tied", tmp_path / "model")
     start = f"--pretrained_checkpoint_path={folder}"
     assert parse([start, "--dataset_source=random"]).config.training.export_model_type == "mistral"
     other = [start, "--dataset_source=random", "--ignore_pretrained_config=1"]
     assert parse([*other, "--add_mlp_biases=1"]).config.training.export_model_type is None
     assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
-    for exports in (["--export_interval=1", "--experiment_dir=/x"], []):  # without, checkpoints keep it
+    for exports in (
+        ["--export_interval=1", "--experiment_dir=/x"],
+        [],
+    ):  # without, checkpoints keep it
         wrong = resolve(parse([*other, "--export_model_type=gpt2", *exports]).config, 1)
-        with pytest.raises(UsageError, match=r"--export_model_type=gpt2 cannot express.*--gated=0 \(not 1\)"):
+        with pytest.raises(
+            UsageError, match=r"--export_model_type=gpt2 cannot express.*--gated=0 \(not 1\)"
+        ):
             check_exports(wrong)

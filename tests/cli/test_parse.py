@@ -48,7 +48,21 @@ MODEL_ARGS = """\
 DATA_ARGS = "--split=9998,2,0 --dataset_source=list --data_path $DATA_PATH"
 
 HOSTILE = (
-    *("", " ", "\n", "\t", "a b", "1\n", "\x00", "1\x00", "\udcff", "\U0001f600", "\uff11\uff12", "\u0661", "\u00b2"),
+    *(
+        "",
+        " ",
+        "\n",
+        "\t",
+        "a b",
+        "1\n",
+        "\x00",
+        "1\x00",
+        "\udcff",
+        "\U0001f600",
+        "\uff11\uff12",
+        "\u0661",
+        "\u00b2",
+    ),
     *("\u201c1\u201d", "1" * 30, "9" * 20_000, "x" * 100_000),
     *"nan NaN inf -inf Infinity 1e999 -1e999 1e-999 -1 0 1_000 0x10 1e5 5e5 1.5.2 --1 1,2 none None True yes".split(),
     *"'1' \"1\" %s%n $HOME `id` @ ~ - -- ../.. [] {} -0 +1 1. .5 1e e1 00000001".split(),
@@ -79,7 +93,9 @@ def words(text: str, **variables: str) -> list[str]:
 def test_spellings_of_one_flag() -> None:
     """Underscores or dashes, `=` or a space, and other programs' names are the same flag."""
     ours = "--batch_size=6|--batch_size 6|--batch-size=6|--batch-size 6|--batch_size=+6"
-    for typed in f"{ours}|--global_batch_size=6|--global-batch-size 6|--train-batch-size=6".split("|"):
+    for typed in f"{ours}|--global_batch_size=6|--global-batch-size 6|--train-batch-size=6".split(
+        "|"
+    ):
         arguments = parse(typed.split())
         assert (arguments.given, arguments.warnings) == ({"batch_size": 6}, ()), typed
 
@@ -134,13 +150,20 @@ def test_booleans() -> None:
 
 
 def test_none_and_empty_values() -> None:
-    """`none` is the derived default of every optional value; empty means that for text and is an error elsewhere."""
+    """`none` is the derived default of every optional value; empty means that for text and is an
+    error elsewhere."""
     for flag in FLAGS.values():
         if flag.optional:
-            assert value([f"--{flag.name}=none"], flag.name) == ("none" if "none" in flag.words else None)
+            assert value([f"--{flag.name}=none"], flag.name) == (
+                "none" if "none" in flag.words else None
+            )
         elif not flag.is_text and not flag.is_list and "none" not in flag.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
-        starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path", "mirror")  # else weeks from scratch
+        starts_from = (
+            "pretrained_checkpoint_path",
+            "load_checkpoint_path",
+            "mirror",
+        )  # else weeks from scratch
         if flag.is_text and flag.name not in starts_from:
             assert value([f"--{flag.name}="], flag.name) == flag.default
             assert value([f"--{flag.name}", ""], flag.name) == flag.default
@@ -157,7 +180,8 @@ def test_repeated_flags() -> None:
 
 
 def test_lists() -> None:
-    """Items are separated by commas, spaces or words; an empty or illegal item makes the list illegal."""
+    """Items are separated by commas, spaces or words; an empty or illegal item makes the list
+    illegal."""
     for argv in (
         ["--split=9998,2,0"],
         ["--split", "9998", "2", "0"],
@@ -175,13 +199,23 @@ def test_lists() -> None:
 def test_data_path() -> None:
     """Weights and prefixes are kept as words, whichever way they are separated."""
     expected = ("0.3", "a", "0.7", "b")
-    for argv in (["--data_path", "0.3", "a", "0.7", "b"], ["--data_path=0.3,a,0.7,b"], ["--data_path", "0.3 a 0.7 b"]):
+    for argv in (
+        ["--data_path", "0.3", "a", "0.7", "b"],
+        ["--data_path=0.3,a,0.7,b"],
+        ["--data_path", "0.3 a 0.7 b"],
+    ):
         assert value([*argv, "--gated"], "data_path") == expected
 
 
 def test_negative_numbers_are_values() -> None:
     """A word that begins with a minus and a digit is a value, not a flag."""
-    assert value(["--rotary_embedding_scale", "-9.2", "--use_rotary_embeddings"], "rotary_embedding_scale") == -9.2
+    assert (
+        value(
+            ["--rotary_embedding_scale", "-9.2", "--use_rotary_embeddings"],
+            "rotary_embedding_scale",
+        )
+        == -9.2
+    )
     assert value(["--rotary_embedding_scale", "-.5"], "rotary_embedding_scale") == -0.5
     assert problem(["--lr", "-1"]) == "--lr=-1: must be >= 0, as in --lr=0.0001"
     assert problem(["--lr", "-inf"]).startswith("--lr=-inf: not a finite number")
@@ -202,15 +236,21 @@ def test_stray_words() -> None:
     """Words that belong to no flag are refused, with the likely reason."""
     assert problem(["train"]).startswith("stray word train: ")
     assert problem(["train", "now"]).startswith("stray word train and 1 more: ")
-    assert problem(["{", '"lr":', "3", "}"]).startswith("stray word { and 3 more: an @file holds flags ")
+    assert problem(["{", '"lr":', "3", "}"]).startswith(
+        "stray word { and 3 more: an @file holds flags "
+    )
     assert "lr=1e-3), not JSON or YAML" in problem(["num_layers:", "2", "lr:", "3"])
     assert problem(["lr=3"]) == "stray word lr=3: flags begin with two dashes; write --lr=3"
-    assert problem(["model.n_layer=3"]).endswith("flags begin with two dashes; write --num_layers=3")
+    assert problem(["model.n_layer=3"]).endswith(
+        "flags begin with two dashes; write --num_layers=3"
+    )
     assert "configuration files are not read" in problem(["config/train_gpt2.py"])
     assert problem(["--lr=3", "4", "5"]).startswith("stray word 4 and 1 more after --lr=3: ")
     assert problem(["--lr", "3", "4"]).startswith("stray word 4 after --lr=3: ")
     assert "write $ARGS instead of" in problem(["--lr=1 --seed=2"])
-    assert problem(["--lr 3 --seed 4"]).startswith("the shell passed '--lr 3 --seed 4' as one word; remove the quotes")
+    assert problem(["--lr 3 --seed 4"]).startswith(
+        "the shell passed '--lr 3 --seed 4' as one word; remove the quotes"
+    )
     assert "write $ARGS instead of" in problem(["--experiment_name=a --seed=2"])
     assert "write $ARGS instead of" in problem([""])
     assert problem(["-lr=3"]).endswith("write --lr=3")
@@ -225,7 +265,8 @@ def test_stray_words() -> None:
 
 
 def test_unknown_flag_is_short_and_helpful() -> None:
-    """One line with the nearest names; contradictions that the misspelled flag may cause are left out."""
+    """One line with the nearest names; contradictions that the misspelled flag may cause are left
+    out."""
     assert problem(["--num_leyers=3"]) == "unknown flag --num_leyers; did you mean --num_layers?"
     assert problem(["--num_l=5"]) == "unknown flag --num_l; did you mean --num_layers?"
     assert problem(["--lr_warm=5"]).startswith("unknown flag --lr_warm; did you mean --lr_warmup")
@@ -262,8 +303,9 @@ OTHERS = [name for name in (*SPELLINGS, *REFUSED, *[*INSTEAD][::20]) if name not
 
 
 def test_every_flag_survives_hostile_values() -> None:
-    """Each flag gets a twelfth of the values behind `=`, and each value goes to a twelfth of the flags; half as many
-    also come as the next word, and to other spellings, which are refused or mean a flag.
+    """Each flag gets a twelfth of the values behind `=`, and each value goes to a twelfth of the
+    flags; half as many also come as the next word, and to other spellings, which are refused or
+    mean a flag.
     """
     for place, hostile in enumerate(HOSTILE):
         for name in [*FLAGS][place % 12 :: 12]:
@@ -285,9 +327,25 @@ def test_every_spelling_survives_hostile_values() -> None:
 
 
 def test_numeric_flags_refuse_garbage() -> None:
-    """Numeric flags refuse, by name, numbers that Python would accept but no user means; each gets a third of them."""
-    garbage = ("nan", "inf", "-inf", "Infinity", "1e999", "1_0", "\uff11", "\u0661", "0x1", "9" * 10**5, "1\x00", "1 ")
-    for place, name in enumerate(flag.name for flag in FLAGS.values() if flag.kind in ("int", "float")):
+    """Numeric flags refuse, by name, numbers that Python would accept but no user means; each gets
+    a third of them."""
+    garbage = (
+        "nan",
+        "inf",
+        "-inf",
+        "Infinity",
+        "1e999",
+        "1_0",
+        "\uff11",
+        "\u0661",
+        "0x1",
+        "9" * 10**5,
+        "1\x00",
+        "1 ",
+    )
+    for place, name in enumerate(
+        flag.name for flag in FLAGS.values() if flag.kind in ("int", "float")
+    ):
         for text in garbage[place % 3 :: 3]:
             message = problem([f"--{name}={text}"])
             assert message.startswith(f"--{name}="), message
@@ -295,13 +353,22 @@ def test_numeric_flags_refuse_garbage() -> None:
 
 
 def test_hints_for_numbers() -> None:
-    """A number in another notation is refused; an integer with an exponent or a point gets the digits to write."""
-    for text, meant in (("5e5", 500000), ("10.0", 10), ("1_000", 1000), ("1,000", 1000), ("2M", 2000000)):
+    """A number in another notation is refused; an integer with an exponent or a point gets the
+    digits to write."""
+    for text, meant in (
+        ("5e5", 500000),
+        ("10.0", 10),
+        ("1_000", 1000),
+        ("1,000", 1000),
+        ("2M", 2000000),
+    ):
         wrong = f"--train_iters={text}: not an integer (must be >= 0); write --train_iters={meant}"
         assert problem([f"--train_iters={text}"]) == wrong
     assert problem(["--batch_size=1k"]).endswith("; write --batch_size=1000 or --batch_size=1024")
     for text in ("1.5", "\uff11\uff12", "1e300", "1e999", "k"):
-        assert "not an integer; write it in plain ASCII digits" in problem([f"--train_iters={text}"])
+        assert "not an integer; write it in plain ASCII digits" in problem(
+            [f"--train_iters={text}"]
+        )
     for text, meant in (("1_000.5", "1000.5"), ("10%", "0.1"), ("0,001", "0.001")):
         assert problem([f"--lr={text}"]).endswith(f"; write --lr={meant}")
     for text in ("\uff11", "1e", "1e-"):
@@ -314,9 +381,15 @@ def test_hints_for_numbers() -> None:
 
 def test_bounds_are_named() -> None:
     """A number out of range is refused with the range."""
-    assert problem(["--adam_beta1=1"]) == "--adam_beta1=1: must be >= 0 and < 1, as in --adam_beta1=0.9"
+    assert (
+        problem(["--adam_beta1=1"])
+        == "--adam_beta1=1: must be >= 0 and < 1, as in --adam_beta1=0.9"
+    )
     assert problem(["--hidden_size=0"]) == "--hidden_size=0: must be >= 1, as in --hidden_size=1024"
-    assert problem(["--zero_stage=4"]) == "--zero_stage=4: must be >= 1 and <= 3, or auto, as in --zero_stage=1"
+    assert (
+        problem(["--zero_stage=4"])
+        == "--zero_stage=4: must be >= 1 and <= 3, or auto, as in --zero_stage=1"
+    )
     assert "full optimizer state" in problem(["--zero_stage=0"])
 
 
@@ -328,18 +401,23 @@ def test_choices() -> None:
         assert value(["--activation_type", other], "activation_type") == name
     assert "did you mean --lr_decay_style=cosine?" in problem(["--lr_decay_style=cosin"])
     for text in ("RMSNorm", "rmsnorm", "RMS-Norm"):
-        assert problem([f"--normalization_type={text}"]).endswith("; write --normalization_type=rms_norm")
+        assert problem([f"--normalization_type={text}"]).endswith(
+            "; write --normalization_type=rms_norm"
+        )
     assert "takes constant, linear, cosine, power, inv_sqrt" in problem(["--lr_decay_style=x"])
 
 
 def test_missing_value() -> None:
     """A flag that needs a value and has none says so."""
     for name in ("lr", "data_path", "split", "experiment_dir", "device"):
-        assert problem([f"--{name}", "--gated"]).startswith(f"--{name}: a value must follow, as in --{name}=")
+        assert problem([f"--{name}", "--gated"]).startswith(
+            f"--{name}: a value must follow, as in --{name}="
+        )
 
 
 def test_home_directory() -> None:
-    """The shell leaves `--flag=~/x` alone, so the ~ of paths is replaced here; other texts keep it."""
+    """The shell leaves `--flag=~/x` alone, so the ~ of paths is replaced here; other texts keep
+    it."""
     home = os.path.expanduser("~")
     assert value(["--experiment_dir=~/x"], "experiment_dir") == f"{home}/x"
     assert value(["--data_path", "0.5", "~/a"], "data_path") == ("0.5", f"{home}/a")
@@ -347,8 +425,14 @@ def test_home_directory() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    """Bad values, refusals and contradictions between the other flags come in one error, one line each."""
-    typed = ["--lr=nan", "--sequence_data_parallel=2", "--num_attention_heads=7", "--train_iters=5e5"]
+    """Bad values, refusals and contradictions between the other flags come in one error, one line
+    each."""
+    typed = [
+        "--lr=nan",
+        "--sequence_data_parallel=2",
+        "--num_attention_heads=7",
+        "--train_iters=5e5",
+    ]
     lines = problem(typed).splitlines()
     names = ["--lr", "--sequence_data_parallel", "--train_iters", "--hidden_size"]
     assert [line.partition("=")[0] for line in lines] == names
@@ -360,8 +444,8 @@ def test_contradictions_of_wrong_values_are_left_out() -> None:
 
 
 def test_experiment_dir_of_an_error() -> None:
-    """The error has the experiment directory if that flag could be read, so that exit.json can be written; a dry run
-    writes nothing."""
+    """The error has the experiment directory if that flag could be read, so that exit.json can be
+    written; a dry run writes nothing."""
     for argv, expected in (
         (["--lr=x", "--experiment_dir=/a"], "/a"),
         (["--lr=x", "--experiment_dir=/a", "--dry_run=0"], "/a"),
@@ -397,7 +481,8 @@ def test_file_of_flags(tmp_path: Path) -> None:
 
 
 def test_files_include_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An @file in an @file is relative to its folder, not to the current one; the same file may come twice."""
+    """An @file in an @file is relative to its folder, not to the current one; the same file may
+    come twice."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "run.args").write_text("@sub/model.args --lr=2\n@base.args")
     (tmp_path / "sub" / "model.args").write_text("@../base.args --num_layers=3")
@@ -458,7 +543,8 @@ def test_nested_bomb_of_files_ends(tmp_path: Path) -> None:
 
 
 def test_refused_flags() -> None:
-    """A flag without an option is accepted only with the values that change nothing, and is never `given`."""
+    """A flag without an option is accepted only with the values that change nothing, and is never
+    `given`."""
     for name, row in REFUSED.items():
         for accepted in row.only:
             for text in ([f"--{name}={accepted}"], [f"--{name.replace('_', '-')}", accepted]):
@@ -493,7 +579,9 @@ def test_refused_values() -> None:
     for typed, reason in table().values.items():
         value = re.search("<[a-z]+>", typed)
         for text in (["[2]"] if value[0] == "<list>" else ["2", "17"]) if value else [""]:
-            said, why = (words.replace(value[0], text) if value else words for words in (typed, reason))
+            said, why = (
+                words.replace(value[0], text) if value else words for words in (typed, reason)
+            )
             assert problem([f"--{said}"]) == f"--{said}: {why}"
 
 
@@ -501,13 +589,21 @@ def test_other_spellings_are_named() -> None:
     """A flag of another program is refused with what to write."""
     for place, name in enumerate(name for name in INSTEAD if not name.endswith("*")):
         spellings = ([f"--{name}"], [f"--{name}=?!"], [f"--{name.replace('_', '-')}", "?!"])
-        argv = spellings[place % 3 if len(by_name()[name]) == 1 else 0]  # a value would choose a case
+        argv = spellings[
+            place % 3 if len(by_name()[name]) == 1 else 0
+        ]  # a value would choose a case
         assert f"is not a flag here: {INSTEAD[name]}" in problem(argv), argv
 
 
 def test_families_of_flags() -> None:
     """A name that is in no table is answered by its beginning, unless it is a typo of a flag."""
-    for name in ("moe_future_option", "fp8-future-option", "rl_future", "hub_future", "ckpt-future"):
+    for name in (
+        "moe_future_option",
+        "fp8-future-option",
+        "rl_future",
+        "hub_future",
+        "ckpt-future",
+    ):
         assert " is not a flag here: " in problem([f"--{name}=1"])
     assert problem(["--rl_decay_style=cosine"]).endswith("did you mean --lr_decay_style?")
 
@@ -521,7 +617,8 @@ def test_secrets_are_not_repeated() -> None:
 
 
 def test_tutorial_arguments() -> None:
-    """The environment strings of the tutorial parse verbatim and resolve on the machines that it names."""
+    """The environment strings of the tutorial parse verbatim and resolve on the machines that it
+    names."""
     argv = [
         *words(MODEL_ARGS),
         *words(DATA_ARGS, DATA_PATH="/data/corpus"),
@@ -534,7 +631,11 @@ def test_tutorial_arguments() -> None:
     assert arguments.warnings == ()
     config = resolve(arguments.config, 128)
     assert (config.batch.micro_batch_size, config.batch.sequential_micro_batches) == (1, 1)
-    assert (config.model.head_groups, config.model.kv_channels, config.model.use_position_embeddings) == (8, 128, False)
+    assert (
+        config.model.head_groups,
+        config.model.kv_channels,
+        config.model.use_position_embeddings,
+    ) == (8, 128, False)
     assert (config.learning_rate.min_lr, config.learning_rate.lr_decay_iters) == (3e-6, 500000)
     assert (config.run.experiment_name, config.tracking.wandb_entity_name) == ("mistral", "me")
     assert (config.checkpoint.max_checkpoints, config.run.log_offset) == (5, 0)
@@ -547,8 +648,14 @@ def test_tutorial_arguments_with_unset_variables() -> None:
     """Unset Weights & Biases variables turn it off; an unset experiment directory is noticed."""
     argv = words(WANDB_ARGS, WANDB_ENTITY_NAME="", PROJECT_NAME="", PROJECT_VERSION="")
     run = parse(argv).config.tracking
-    assert (run.wandb_entity_name, run.wandb_project_name, run.wandb_group_name) == (None, "megatron_lite", "default")
-    unset = parse([*words(MONITORING_ARGS, EXP_BASE_DIR=""), "--dataset_source=random", "--split=1,1"])
+    assert (run.wandb_entity_name, run.wandb_project_name, run.wandb_group_name) == (
+        None,
+        "megatron_lite",
+        "default",
+    )
+    unset = parse(
+        [*words(MONITORING_ARGS, EXP_BASE_DIR=""), "--dataset_source=random", "--split=1,1"]
+    )
     with pytest.raises(UsageError, match="--checkpoint_interval=500: there is nowhere to save"):
         resolve(unset.config, 1)
 
@@ -562,12 +669,17 @@ def test_help_and_version() -> None:
         with pytest.raises(HelpRequested) as caught:
             parse(["--lr=x", flag, "--unknown"])
         text = str(caught.value)
-        assert text.startswith("usage: ") if "h" in flag else text == f"megatron_lite {megatron_lite.__version__}"
+        assert (
+            text.startswith("usage: ")
+            if "h" in flag
+            else text == f"megatron_lite {megatron_lite.__version__}"
+        )
         assert ("--debug_layer_outputs" in text) == ("all" in flag)
 
 
 def test_quick_and_without_torch() -> None:
-    """Help and errors import neither torch nor numpy, and take less than half a second, interpreter start included.
+    """Help and errors import neither torch nor numpy, and take less than half a second, interpreter
+    start included.
 
     Processor time is measured, the best of three: the machine may be busy.
     """
@@ -581,7 +693,9 @@ def test_quick_and_without_torch() -> None:
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.stdout.strip() == "[]"
@@ -589,8 +703,13 @@ def test_quick_and_without_torch() -> None:
 
 
 def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank and world size come from torchrun, with one process without it; nonsense is a usage error."""
-    for variables, expected in (({}, (0, 1)), ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)), ({"RANK": ""}, (0, 1))):
+    """Rank and world size come from torchrun, with one process without it; nonsense is a usage
+    error."""
+    for variables, expected in (
+        ({}, (0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
+        ({"RANK": ""}, (0, 1)),
+    ):
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -598,7 +717,14 @@ def test_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, text in variables.items():
             monkeypatch.setenv(name, text)
         assert (launch_rank(), launch_world_size()) == expected
-    for rank, world_size in (("0", "x"), ("x", "1"), ("0", "0"), ("0", "-1"), ("3", "3"), ("0", "9" * 5000)):
+    for rank, world_size in (
+        ("0", "x"),
+        ("x", "1"),
+        ("0", "0"),
+        ("0", "-1"),
+        ("3", "3"),
+        ("0", "9" * 5000),
+    ):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", world_size)
         assert launch_rank() in (0, 3)
@@ -622,10 +748,19 @@ def test_a_wrong_launch_is_said_by_every_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also by one that is not the first of its machine, because its rank may be what is wrong."""
-    for wrong in ({"RANK": "5"}, {"RANK": "1", "MASTER_PORT": ""}, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "x"}):
+    for wrong in (
+        {"RANK": "5"},
+        {"RANK": "1", "MASTER_PORT": ""},
+        {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "x"},
+    ):
         with monkeypatch.context() as context:
             context.delenv("LOCAL_RANK", raising=False)
-            for name, text in {"MASTER_ADDR": "here", "MASTER_PORT": "1", "WORLD_SIZE": "2", **wrong}.items():
+            for name, text in {
+                "MASTER_ADDR": "here",
+                "MASTER_PORT": "1",
+                "WORLD_SIZE": "2",
+                **wrong,
+            }.items():
                 context.setenv(name, text)
             assert pretrain_gpt.main(["--dataset_source=random"]) == 2
         assert capsys.readouterr().err.startswith("ERROR: ")
@@ -635,10 +770,17 @@ def test_a_wrong_launch_is_said_by_every_process(
 def test_every_flag_survives_hostile_values_up_to_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any value of any flag ends in a plan (0), or in a short message with code 2, for a missing folder 4."""
+    """Any value of any flag ends in a plan (0), or in a short message with code 2, for a missing
+    folder 4."""
     monkeypatch.chdir(tmp_path)
     tiny = "--num_layers=2 --hidden_size=32 --num_attention_heads=4 --vocab_size=64 --sequence_length=16 --batch_size=4"
-    flags = [*tiny.split(), "--train_iters=10", "--dataset_source=random", "--device=cpu", "--dry_run=1"]
+    flags = [
+        *tiny.split(),
+        "--train_iters=10",
+        "--dataset_source=random",
+        "--device=cpu",
+        "--dry_run=1",
+    ]
     for name in FLAGS:
         codes = {0, 2, 4} if name == "pretrained_checkpoint_path" else {0, 2}
         for hostile in HOSTILE:

@@ -1,6 +1,8 @@
-"""Mistakes: flags of other programs get answers that can be typed, and misspelled flags of scripts get suggestions.
+"""Mistakes: flags of other programs get answers that can be typed, and misspelled flags of scripts
+get suggestions.
 
-tests/vectors/user_mistakes.json has, for each program, command lines and the flags that the answer must contain.
+tests/vectors/user_mistakes.json has, for each program, command lines and the flags that the answer
+must contain.
 """
 
 import json
@@ -61,7 +63,8 @@ def named(text: str, typed: list[str]) -> list[tuple[str, str | None]]:
 
 
 def assert_typable(name: str, value: str | None, where: str) -> None:
-    """A flag of ours takes the value, or has one in place of a `<placeholder>`; another program's is accepted so."""
+    """A flag of ours takes the value, or has one in place of a `<placeholder>`; another program's
+    is accepted so."""
     if name in REFUSED:
         assert value is not None and accepts(REFUSED[name], value), where
         return
@@ -72,22 +75,38 @@ def assert_typable(name: str, value: str | None, where: str) -> None:
 
 
 def test_mistakes_are_answered() -> None:
-    """The answer is one line, three on a screen, and has the flags to write; each of its flags can be typed."""
-    assert min(len(MISTAKES[name]) for name in ("nanoGPT", "Megatron-LM", "Fast-LLM", "Levanter", "Hugging Face")) >= 15
-    for typed, flags in ((typed, flags.split()) for rows in MISTAKES.values() for typed, flags in rows.items()):
+    """The answer is one line, three on a screen, and has the flags to write; each of its flags can
+    be typed."""
+    assert (
+        min(
+            len(MISTAKES[name])
+            for name in ("nanoGPT", "Megatron-LM", "Fast-LLM", "Levanter", "Hugging Face")
+        )
+        >= 15
+    )
+    for typed, flags in (
+        (typed, flags.split()) for rows in MISTAKES.values() for typed, flags in rows.items()
+    ):
         said = answer(typed.split())
         assert "\n" not in said and len(said) <= 3 * WIDTH, said
         found = named(said, typed.split())
         for flag in flags:
             name, _, value = flag.removeprefix("--").partition("=")
-            assert (name, value) in found or (not value and name in [other for other, _ in found]), said
+            assert (name, value) in found or (
+                not value and name in [other for other, _ in found]
+            ), said
         for name, value in found:
             assert_typable(name, value, said)
 
 
 def test_a_regular_expression_without_its_mark() -> None:
-    """Levanter's regular expressions get the mark, which makes them work; names, parts and wildcards are patterns."""
-    written = {".*mlp.*": r".*mlp\..*", "^blocks": "^blocks", r"blocks\.[0-9]+\.mlp\.up": r"blocks\.[0-9]+\.mlp\.up"}
+    """Levanter's regular expressions get the mark, which makes them work; names, parts and
+    wildcards are patterns."""
+    written = {
+        ".*mlp.*": r".*mlp\..*",
+        "^blocks": "^blocks",
+        r"blocks\.[0-9]+\.mlp\.up": r"blocks\.[0-9]+\.mlp\.up",
+    }
     for expression, here in written.items():  # mlp alone would also match mlp_norm
         said = answer([f"--weight_decay_modules={expression}"])
         assert said.endswith(f"write --weight_decay_modules='regex:{here}'")
@@ -108,13 +127,16 @@ def test_the_program_says_it_too() -> None:
 
 
 def every_answer() -> Iterator[tuple[str, str]]:
-    """Yield what may be typed with its answer: other programs' flags and values, and bad values of every flag."""
+    """Yield what may be typed with its answer: other programs' flags and values, and bad values of
+    every flag."""
     for name in [*FOREIGN, *(name for name in INSTEAD if "." in name)]:
         yield name, foreign_answer(name)
     for name in (name.removesuffix(ANY_END) for name in INSTEAD if name.endswith(ANY_END)):
         yield f"{name}zzz", answer([f"--{name}zzzzzzzz=1"]).partition(": ")[2]
     yield from table().values.items()
-    for flag in (flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"):  # any text is a path
+    for flag in (
+        flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"
+    ):  # any text is a path
         for value in ("", "!", "-7.5", "yes", "4K", "99999999999999999999999"):
             try:
                 parse([f"--{flag.name}={value}", "--dataset_source=random"])
@@ -142,7 +164,8 @@ def test_one_program_owns_a_name() -> None:
 
 
 def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]:
-    """Return some of the deletions, transpositions, insertions and substitutions of one letter at every place."""
+    """Return some of the deletions, transpositions, insertions and substitutions of one letter at
+    every place."""
     typos = set()
     for place in range(len(name)):
         before = name[:place]
@@ -156,7 +179,8 @@ def one_edit_typos(name: str, generator: random.Random, count: int) -> list[str]
 
 
 def every_typo(name: str) -> set[str]:
-    """Return every deletion and transposition, and every insertion and replacement by one of a few letters."""
+    """Return every deletion and transposition, and every insertion and replacement by one of a few
+    letters."""
     typos = set()
     for place in range(len(name) + 1):
         before, after = name[:place], name[place + 1 :]
@@ -167,7 +191,8 @@ def every_typo(name: str) -> set[str]:
 
 @pytest.mark.slow
 def test_every_typo_gets_the_right_suggestion() -> None:
-    """Over all names in --help_all, aliases included: the answer names the flag in 99.9 %, and first in 99 %."""
+    """Over all names in --help_all, aliases included: the answer names the flag in 99.9 %, and
+    first in 99 %."""
     cases = named_at_all = named_first = 0
     for name in (*SPELLINGS, *HELP):
         meant = {other for other in SPELLINGS if SPELLINGS.get(name) is SPELLINGS[other]} or {name}
@@ -177,11 +202,16 @@ def test_every_typo_gets_the_right_suggestion() -> None:
             cases, named_at_all = cases + 1, named_at_all + (not meant.isdisjoint(flags))
             named_first += flags[:1] != [] and flags[0] in meant
     assert cases > 50_000
-    assert named_at_all >= 0.999 * cases and named_first >= 0.99 * cases, (cases, named_at_all, named_first)
+    assert named_at_all >= 0.999 * cases and named_first >= 0.99 * cases, (
+        cases,
+        named_at_all,
+        named_first,
+    )
 
 
 def test_suggestions_for_typos() -> None:
-    """For one-edit typos of our flags the right name comes first in 99 %; for other programs' in 95 %."""
+    """For one-edit typos of our flags the right name comes first in 99 %; for other programs' in 95
+    %."""
     generator = random.Random(0)
     for names, share, sample in (([*FLAGS], 0.99, 2), (FOREIGN[::3], 0.95, 1)):
         typos = [(name, typo) for name in names for typo in one_edit_typos(name, generator, sample)]
@@ -213,7 +243,8 @@ def test_one_edit() -> None:
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 NAMES = ("model", "max_new_tokens", "prompts_file", "top_k", "top_p", "json_lines")
-# build_corpus.py needs no package of ours; smoke_test.py (behind smoke_test.sh) passes other flags to pretrain_gpt.py.
+# build_corpus.py needs no package of ours; smoke_test.py (behind smoke_test.sh) passes other flags
+# to pretrain_gpt.py.
 OWN_PARSERS = {"build_corpus.py", "smoke_test.py"}
 
 
@@ -254,7 +285,8 @@ def test_both_spellings() -> None:
 
 
 def test_every_typo_gets_its_flag() -> None:
-    """Any edit of one letter names the flag that was meant, even where a required flag is missing, too."""
+    """Any edit of one letter names the flag that was meant, even where a required flag is missing,
+    too."""
     for name in NAMES:
         for typo in every_typo(name):
             if typo in NAMES or typo == "help":
@@ -287,11 +319,19 @@ def test_mistakes(words: list[str], expected: str) -> None:
 
 def test_every_script_uses_it() -> None:
     """No script that users type has a parser of its own."""
-    own = {path.name for path in SCRIPTS.glob("*.py") if "argparse.ArgumentParser(" in path.read_text("utf-8")}
+    own = {
+        path.name
+        for path in SCRIPTS.glob("*.py")
+        if "argparse.ArgumentParser(" in path.read_text("utf-8")
+    }
     assert own <= OWN_PARSERS
 
 
 def test_no_program_has_a_form_of_its_own_for_errors() -> None:
     """An error begins with ERROR wherever it is printed."""
     sources = [*SCRIPTS.glob("*.py"), *(SCRIPTS.parent / "megatron_lite").rglob("*.py")]
-    assert not [path.name for path in sources if re.search(r'f?"(\{[^}]*\}: )?error: ', path.read_text("utf-8"))]
+    assert not [
+        path.name
+        for path in sources
+        if re.search(r'f?"(\{[^}]*\}: )?error: ', path.read_text("utf-8"))
+    ]

@@ -46,8 +46,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for result in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(result, []):
             if hasattr(report, "try_"):
-                seen = "; ".join(str(value) for name, value in report.user_properties if name == "seen")
-                rows.append((report.start, f"| {report.try_} | {result} | {seen} | {report.duration:.0f} |"))
+                seen = "; ".join(
+                    str(value) for name, value in report.user_properties if name == "seen"
+                )
+                rows.append(
+                    (report.start, f"| {report.try_} | {result} | {seen} | {report.duration:.0f} |")
+                )
     if rows:
         terminalreporter.write_line("\n| try | result | seen | s |\n| --- | --- | --- | --- |")
         for _, row in sorted(rows):

@@ -1,8 +1,9 @@
-"""A real Slurm of three nodes on one machine, each in namespaces of its own: network, name, mounts and processes.
+"""A real Slurm of three nodes on one machine, each in namespaces of its own: network, name, mounts
+and processes.
 
-Debian's slurmd can be several nodes of one host (-N). Start this inside of a network and a process namespace: there is
-nothing to take down but what ends with these. Jobs belong to `nobody` and start in a copy of the checkout, where `VENV`
-has a torchrun that starts one rank a node.
+Debian's slurmd can be several nodes of one host (-N). Start this inside of a network and a process
+namespace: there is nothing to take down but what ends with these. Jobs belong to `nobody` and start
+in a copy of the checkout, where `VENV` has a torchrun that starts one rank a node.
 """
 
 import contextlib
@@ -99,7 +100,8 @@ if seconds := float(os.environ.get("SLOW_FSYNC_S") or 0):
 
 
 def until(condition: Callable[[], object], what: Callable[[], object] = lambda: "") -> float:
-    """Wait until `condition` is true; return the seconds that it took. what: described if it never is."""
+    """Wait until `condition` is true; return the seconds that it took. what: described if it never
+    is."""
     begin_s = time.monotonic()
     while not condition():
         if time.monotonic() - begin_s > PATIENCE_S:
@@ -117,12 +119,16 @@ class Node:
         self._folder = folder
         unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
         # The first process of the namespace adopts orphans, and must outlive slurmd.
-        self._root = subprocess.Popen([*unshare, "bash", "-c", "while :; do sleep 1000 & wait; done"])
+        self._root = subprocess.Popen(
+            [*unshare, "bash", "-c", "while :; do sleep 1000 & wait; done"]
+        )
         children = Path(f"/proc/{self._root.pid}/task/{self._root.pid}/children")
         until(lambda: children.read_text().strip())
         self._inside = ["nsenter", "-a", "-t", children.read_text().strip()]
         init = self._inside[-1]
-        until(lambda: self.call("readlink", "/proc/self/ns/net") != os.readlink("/proc/self/ns/net"))
+        until(
+            lambda: self.call("readlink", "/proc/self/ns/net") != os.readlink("/proc/self/ns/net")
+        )
         run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", init)
         run("ip", "link", "set", self.cable, "master", BRIDGE, "up")
         self.call("ip", "address", "add", f"{NETWORK}.{NODES[name]}/24", "dev", "eth0")
@@ -136,7 +142,9 @@ class Node:
         return run(*self._inside, *words)
 
     def start_slurmd(self) -> None:
-        self.call("env", f"SLURM_CONF={self._folder / 'slurm.conf'}", "nice", "slurmd", "-N", self.name)
+        self.call(
+            "env", f"SLURM_CONF={self._folder / 'slurm.conf'}", "nice", "slurmd", "-N", self.name
+        )
 
     def kill_slurmd(self) -> None:
         """End slurmd, and not its steps, by SIGKILL."""
@@ -145,7 +153,11 @@ class Node:
 
     def processes(self, word: str) -> list[str]:
         """Return the command lines on the node that contain `word`."""
-        return [line for line in self.call("ps", "-eo", "args").splitlines() if word in line and "ps -eo" not in line]
+        return [
+            line
+            for line in self.call("ps", "-eo", "args").splitlines()
+            if word in line and "ps -eo" not in line
+        ]
 
     def plug(self, state: str) -> None:
         """Pull the cable (down), or plug it in again (up)."""
@@ -163,7 +175,13 @@ def run(*words: str, environment: Mapping[str, str] | None = None, cwd: Path | N
         RuntimeError: with the output, if the command fails.
     """
     done = subprocess.run(
-        words, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S
+        words,
+        env=environment,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
     )
     if done.returncode:
         raise RuntimeError(f"{words} ended with {done.returncode}: {done.stdout}")
@@ -171,7 +189,8 @@ def run(*words: str, environment: Mapping[str, str] | None = None, cwd: Path | N
 
 
 def open_interpreter(stash: Path) -> None:
-    """Let other users reach the interpreter, in this mount namespace alone: a home such as /root may be closed."""
+    """Let other users reach the interpreter, in this mount namespace alone: a home such as /root
+    may be closed."""
     for part in (Path(sys.base_prefix), Path(sys.prefix)):
         for path in reversed((part, *part.parents)):
             if path != Path("/") and not path.parent.stat().st_mode & 0o001:
@@ -197,14 +216,23 @@ class Run:
     def iteration(self) -> int:
         """Return the newest iteration in metrics.jsonl."""
         with contextlib.suppress(OSError, IndexError):
-            return int(json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])["iteration"])
+            return int(
+                json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])[
+                    "iteration"
+                ]
+            )
         return 0
 
     def checkpoints(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.folder / "checkpoints").glob("[0-9]*") if path.name.isdigit())
+        return sorted(
+            int(path.name)
+            for path in (self.folder / "checkpoints").glob("[0-9]*")
+            if path.name.isdigit()
+        )
 
     def losses(self) -> dict[int, float]:
-        """Return the loss of each iteration, that of the newest start where several have trained it."""
+        """Return the loss of each iteration, that of the newest start where several have trained
+        it."""
         lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         return {line["iteration"]: line["loss"] for line in lines if line["phase"] == "training"}
 
@@ -240,7 +268,10 @@ class Slurm:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for node in self.nodes.values():
             node.end()
@@ -260,10 +291,14 @@ class Slurm:
         for name in ("runs", "home"):
             (folder / name).chmod(0o777)
         for name in ("megatron_lite", "scripts"):
-            shutil.copytree(ROOT / name, self.checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, self.checkout / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(ROOT / "pretrain_gpt.py", self.checkout)
         self.checkout.chmod(0o777)
-        write_documents(folder / "data" / "corpus", np.random.default_rng(0).integers(0, 256, (400, 100)))
+        write_documents(
+            folder / "data" / "corpus", np.random.default_rng(0).integers(0, 256, (400, 100))
+        )
         for number in range(8):
             os.mknod(folder / "gpus" / f"gpu{number}", 0o20666, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpus/gpu[0-7]\n")
@@ -274,10 +309,17 @@ class Slurm:
         tracking = "proctrack/cgroup" if FREEZER.is_dir() else "proctrack/linuxproc"
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         nodes = [
-            NODE.format(name=name, number=number, network=NETWORK, cores=CORES[name], port=7000 + number)
+            NODE.format(
+                name=name, number=number, network=NETWORK, cores=CORES[name], port=7000 + number
+            )
             for name, number in NODES.items()
         ]
-        words = {"grace_s": GRACE_S, "kill_wait_s": KILL_WAIT_S, "tracking": tracking, "network": NETWORK}
+        words = {
+            "grace_s": GRACE_S,
+            "kill_wait_s": KILL_WAIT_S,
+            "tracking": tracking,
+            "network": NETWORK,
+        }
         text = CONFIGURATION.format(folder=folder, host=host, **words)
         (folder / "slurm.conf").write_text(text + "".join(nodes))
         python = Path(sys.executable).parent
@@ -300,7 +342,10 @@ class Slurm:
         options += ["--pid-file", "munge.pid", "--seed-file", "munge.seed"]
         absolute = [word if word.startswith("--") else str(self.folder / word) for word in options]
         self._daemon("munged", "--foreground", *absolute)
-        until(lambda: (self.folder / "munge.socket").exists(), lambda: (self.folder / "munge.out").read_text())
+        until(
+            lambda: (self.folder / "munge.socket").exists(),
+            lambda: (self.folder / "munge.out").read_text(),
+        )
         self._daemon("slurmctld", "-D", "-c")
         for name in NODES:
             self.nodes[name] = Node(name, self.folder)
@@ -309,7 +354,9 @@ class Slurm:
 
     def _daemon(self, *words: str) -> None:
         with (self.folder / f"{words[0]}.out").open("w") as file:
-            daemon = subprocess.Popen(words, env=self._environment, stdout=file, stderr=subprocess.STDOUT)
+            daemon = subprocess.Popen(
+                words, env=self._environment, stdout=file, stderr=subprocess.STDOUT
+            )
         self._daemons.append(daemon)
 
     def restore(self) -> None:
@@ -338,13 +385,21 @@ class Slurm:
         return Run(self.folder / "runs" / f"run-{self._runs}")
 
     def submit(self, run_: Run, *words: str, **variables: str) -> int:
-        """Submit as nobody, from the copy of the checkout, with the variables of our scripts; return the job's id.
+        """Submit as nobody, from the copy of the checkout, with the variables of our scripts;
+        return the job's id.
 
         words: options, a script and its flags.
         """
-        environment = {"DATA_PATH": str(self.folder / "data" / "corpus"), "EXP_BASE_DIR": str(run_.folder)}
+        environment = {
+            "DATA_PATH": str(self.folder / "data" / "corpus"),
+            "EXP_BASE_DIR": str(run_.folder),
+        }
         environment |= {"VENV": str(self.venv), **variables}
-        return int(self.as_nobody("sbatch", "--parsable", f"--output={run_.folder}-%j.log", *words, **environment))
+        return int(
+            self.as_nobody(
+                "sbatch", "--parsable", f"--output={run_.folder}-%j.log", *words, **environment
+            )
+        )
 
     def submit_tasks(self, run_: Run, options: str, flags: str, **variables: str) -> int:
         """Submit a job whose srun starts the program itself, without torchrun; return its id.
@@ -369,26 +424,38 @@ class Slurm:
     def preempt(self) -> None:
         """Let a short job of a higher priority take all nodes."""
         take_all = ["--partition=urgent", "--nodes=3", "--exclusive", "--time=1"]
-        self.as_nobody("sbatch", *take_all, f"--output={self.folder}/runs/urgent.log", "--wrap=sleep 1")
+        self.as_nobody(
+            "sbatch", *take_all, f"--output={self.folder}/runs/urgent.log", "--wrap=sleep 1"
+        )
 
     def comes_back(self, number: int) -> None:
         """Wait until the job runs for the second time."""
-        until(lambda: self.job(number)["Restarts"] != "0", lambda: f"{self.job(number)}\n{self.log(number)}")
+        until(
+            lambda: self.job(number)["Restarts"] != "0",
+            lambda: f"{self.job(number)}\n{self.log(number)}",
+        )
         self.wait(number, "RUNNING")
 
     def wait(self, number: int, *states: str) -> str:
         """Wait until the job is in one of these states; return it."""
-        until(lambda: self.job(number)["JobState"] in states, lambda: f"{self.job(number)}\n{self.log(number)}")
+        until(
+            lambda: self.job(number)["JobState"] in states,
+            lambda: f"{self.job(number)}\n{self.log(number)}",
+        )
         return self.job(number)["JobState"]
 
     def ends(self, number: int) -> str:
         """Wait until the job has ended for good; return its state."""
-        return self.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        return self.wait(
+            number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
+        )
 
     def log(self, number: int) -> str:
         """Return what the job has written, without the lines of iterations."""
         lines = [
-            line for path in (self.folder / "runs").glob(f"*-{number}.log") for line in path.read_text().split("\n")
+            line
+            for path in (self.folder / "runs").glob(f"*-{number}.log")
+            for line in path.read_text().split("\n")
         ]
         return "\n".join(line for line in lines if not line.startswith("iteration "))
 

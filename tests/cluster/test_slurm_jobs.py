@@ -1,4 +1,5 @@
-"""The jobs of scripts/examples and of the planner under a real Slurm: to the end, stopped, cancelled, cut off."""
+"""The jobs of scripts/examples and of the planner under a real Slurm: to the end, stopped,
+cancelled, cut off."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +45,9 @@ def test_preempted(whole: Run, slurm: Slurm, record_property: Seen) -> None:
     saved = run.checkpoints()
     assert slurm.ends(job) == "COMPLETED", slurm.log(job)
     assert run.losses() == whole.losses()
-    record_property("seen", f"saved {saved[0]}, requeued, resumed, all losses equal to the undisturbed run's")
+    record_property(
+        "seen", f"saved {saved[0]}, requeued, resumed, all losses equal to the undisturbed run's"
+    )
 
 
 def test_a_save_longer_than_the_grace_time(slurm: Slurm, record_property: Seen) -> None:
@@ -59,7 +62,8 @@ def test_a_save_longer_than_the_grace_time(slurm: Slurm, record_property: Seen) 
     assert float(seconds) > GRACE_S
     run.trains(saved)
     record_property(
-        "seen", f"saved {saved} in {seconds} s, GraceTime={GRACE_S}, KillWait={KILL_WAIT_S}, requeued, resumed"
+        "seen",
+        f"saved {saved} in {seconds} s, GraceTime={GRACE_S}, KillWait={KILL_WAIT_S}, requeued, resumed",
     )
 
 
@@ -85,8 +89,12 @@ def test_cancelled_is_cancelled(slurm: Slurm, record_property: Seen) -> None:
     record_property("seen", f"saved {run.checkpoints()[-1]}, CANCELLED, not requeued")
 
 
-@pytest.mark.parametrize(("script", "signal"), [(SINGLE, "USR1"), (MULTI, "TERM"), (PREEMPTIBLE, "USR1")])
-def test_the_script_alone_is_signalled(script: str, signal: str, slurm: Slurm, record_property: Seen) -> None:
+@pytest.mark.parametrize(
+    ("script", "signal"), [(SINGLE, "USR1"), (MULTI, "TERM"), (PREEMPTIBLE, "USR1")]
+)
+def test_the_script_alone_is_signalled(
+    script: str, signal: str, slurm: Slurm, record_property: Seen
+) -> None:
     """`--signal=B:...` signals the batch script alone"""
     run = slurm.run()
     nodes = "--nodes=1" if script == SINGLE else "--nodes=2"
@@ -136,7 +144,12 @@ def test_cable_pulled(slurm: Slurm, record_property: Seen) -> None:
     until(lambda: run.checkpoints())
     node = slurm.nodes["mlc02"]
     node.plug("down")
-    seconds = until(lambda: not node.processes("pretrain_gpt") and not slurm.nodes["mlc01"].processes("pretrain_gpt"))
+    seconds = until(
+        lambda: (
+            not node.processes("pretrain_gpt")
+            and not slurm.nodes["mlc01"].processes("pretrain_gpt")
+        )
+    )
     saved = run.checkpoints()
     node.plug("up")
     until(lambda: slurm.job(job)["Restarts"] != "0", lambda: slurm.log(job))
@@ -147,7 +160,9 @@ def test_cable_pulled(slurm: Slurm, record_property: Seen) -> None:
 def test_export_list(slurm: Slurm, record_property: Seen) -> None:
     """slurm_multi_node.sbatch with `sbatch --export=DATA_PATH,EXP_BASE_DIR,VENV`"""
     run = slurm.run()
-    job = slurm.submit(run, *TWO, "--export=DATA_PATH,EXP_BASE_DIR,VENV", MULTI, *TINY, "--train_iters=3")
+    job = slurm.submit(
+        run, *TWO, "--export=DATA_PATH,EXP_BASE_DIR,VENV", MULTI, *TINY, "--train_iters=3"
+    )
     assert slurm.ends(job) == "COMPLETED", slurm.log(job)
     record_property("seen", "COMPLETED")
 
@@ -158,7 +173,11 @@ def planned_job(slurm: Slurm, run: Run, *flags: str) -> str:
     (slurm.checkout / ".venv").unlink(missing_ok=True)
     (slurm.checkout / ".venv").symlink_to(slurm.venv)
     tiny = [word for word in TINY if word not in ("--device=cpu", "--batch_size=4")]
-    paths = [f"--data_path={slurm.folder / 'data' / 'corpus'}", f"--experiment_dir={run.folder}", "--batch_size=16"]
+    paths = [
+        f"--data_path={slurm.folder / 'data' / 'corpus'}",
+        f"--experiment_dir={run.folder}",
+        "--batch_size=16",
+    ]
     words = [*tiny, *paths, "--dry_run=1", "--gpu=h100", f"--write_sbatch={name}", *flags]
     command = f'. {slurm.venv}/bin/activate; exec python pretrain_gpt.py "$@"'
     slurm.as_nobody("bash", "-c", command, "-", *words)
@@ -180,7 +199,8 @@ def test_planned_job(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_planned_job_preempted(slurm: Slurm, record_property: Seen) -> None:
-    """the planner's job on two nodes is preempted in a partition with a grace time, in a save of some seconds"""
+    """the planner's job on two nodes is preempted in a partition with a grace time, in a save of
+    some seconds"""
     run = slurm.run()
     name = planned_job(slurm, run, "--train_iters=100000", "--world_size=16")
     options = ("--partition=grace", "--time=10")
@@ -199,7 +219,13 @@ def test_array(slurm: Slurm, record_property: Seen) -> None:
     folders = Run(run.folder.with_name(run.folder.name + "-%a"))
     options = ("--array=1-2", "--nodes=1", "--cpus-per-task=1", "--time=10")
     job = slurm.submit(
-        folders, *options, PREEMPTIBLE, *TINY, "--train_iters=3", "--seed=%a", EXP_BASE_DIR=str(folders.folder)
+        folders,
+        *options,
+        PREEMPTIBLE,
+        *TINY,
+        "--train_iters=3",
+        "--seed=%a",
+        EXP_BASE_DIR=str(folders.folder),
     )
     until(lambda: not slurm.call("squeue", "-h", "-j", str(job)))
     tasks = [Run(run.folder.with_name(f"{run.folder.name}-{task}")) for task in (1, 2)]
@@ -209,7 +235,8 @@ def test_array(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_one_task_of_an_array(slurm: Slurm, record_property: Seen) -> None:
-    """`scancel --signal=TERM` to the task of an array of slurm_preemptible.sbatch that has the id of the whole array"""
+    """`scancel --signal=TERM` to the task of an array of slurm_preemptible.sbatch that has the id
+    of the whole array"""
     run = slurm.run()
     folders = Run(run.folder.with_name(f"{run.folder.name}-%a"))
     options = ("--array=1-2", "--nodes=1", "--cpus-per-task=1", "--time=10")
@@ -217,7 +244,9 @@ def test_one_task_of_an_array(slurm: Slurm, record_property: Seen) -> None:
     tasks = [Run(run.folder.with_name(f"{run.folder.name}-{task}")) for task in (1, 2)]
     for task in tasks:
         task.trains()
-    numbers = [int(number) for number in slurm.call("squeue", "-h", "-j", str(job), "-o", "%A").split()]
+    numbers = [
+        int(number) for number in slurm.call("squeue", "-h", "-j", str(job), "-o", "%A").split()
+    ]
     (other,) = set(numbers) - {job}
     slurm.as_nobody("scancel", "--signal=TERM", f"{job}_2")
     until(lambda: tasks[1].exit().get("exit_code"))
@@ -230,7 +259,9 @@ def test_one_task_of_an_array(slurm: Slurm, record_property: Seen) -> None:
 def test_slurmd_dies(slurm: Slurm, record_property: Seen) -> None:
     """SIGKILL of slurmd on one node, whose steps go on; the node is DOWN after SlurmdTimeout"""
     run = slurm.run()
-    job = slurm.submit(run, *TWO, "--nodelist=mlc01,mlc02", PREEMPTIBLE, *LONG, "--checkpoint_interval=20")
+    job = slurm.submit(
+        run, *TWO, "--nodelist=mlc01,mlc02", PREEMPTIBLE, *LONG, "--checkpoint_interval=20"
+    )
     until(lambda: run.checkpoints())
     slurm.nodes["mlc02"].kill_slurmd()
     begin = run.iteration()
@@ -242,4 +273,7 @@ def test_slurmd_dies(slurm: Slurm, record_property: Seen) -> None:
     newest = run.checkpoints()[-1]
     run.trains(newest)
     assert f"resumed from {run.folder}/checkpoints" in slurm.log(job)
-    record_property("seen", f"{went_on} more iterations, requeued, old ranks gone after {seconds:.0f} s, resumed")
+    record_property(
+        "seen",
+        f"{went_on} more iterations, requeued, old ranks gone after {seconds:.0f} s, resumed",
+    )

@@ -1,4 +1,5 @@
-"""Tasks of srun without torchrun under a real Slurm: ranks of one run, their signals, their limits."""
+"""Tasks of srun without torchrun under a real Slurm: ranks of one run, their signals, their
+limits."""
 
 import re
 import time
@@ -38,7 +39,8 @@ def test_preempted(fsync_s: int, slurm: Slurm, record_property: Seen) -> None:
     assert (float(seconds) > GRACE_S) == (fsync_s == 5), seconds
     state = slurm.wait(job, "FAILED", "PENDING")
     record_property(
-        "seen", f"a save of {seconds} s, GraceTime={GRACE_S}, KillWait={KILL_WAIT_S}: saved, 75, job {state}"
+        "seen",
+        f"a save of {seconds} s, GraceTime={GRACE_S}, KillWait={KILL_WAIT_S}: saved, 75, job {state}",
     )
 
 
@@ -62,16 +64,22 @@ def test_arbitrary_distribution(slurm: Slurm, record_property: Seen) -> None:
 def test_stop_before_the_end(slurm: Slurm, record_property: Seen) -> None:
     """`--time=2 --stop_before_end_s=80`"""
     run = slurm.run()
-    job = slurm.submit_tasks(run, f"{TWO} --time=2 srun", "--train_iters=100000 --stop_before_end_s=80")
+    job = slurm.submit_tasks(
+        run, f"{TWO} --time=2 srun", "--train_iters=100000 --stop_before_end_s=80"
+    )
     slurm.ends(job)
-    assert run.exit()["exit_code"] == 75 and "--stop_before_end_s" in str(run.exit()["message"]), slurm.log(job)
+    assert run.exit()["exit_code"] == 75 and "--stop_before_end_s" in str(run.exit()["message"]), (
+        slurm.log(job)
+    )
     record_property("seen", f"{slurm.job(job)['RunTime']} of 00:02:00: {run.exit()['message']}")
 
 
 def test_another_time_limit(slurm: Slurm, record_property: Seen) -> None:
     """`scontrol update TimeLimit` from 2 to 3 minutes, `--stop_before_end_s=80`"""
     run = slurm.run()
-    job = slurm.submit_tasks(run, f"{TWO} --time=2 srun", "--train_iters=100000 --stop_before_end_s=80")
+    job = slurm.submit_tasks(
+        run, f"{TWO} --time=2 srun", "--train_iters=100000 --stop_before_end_s=80"
+    )
     run.trains()
     slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=3")
     slurm.ends(job)
@@ -80,13 +88,17 @@ def test_another_time_limit(slurm: Slurm, record_property: Seen) -> None:
 
 
 def wrapped(slurm: Slurm, run: Run, start: str, *options: str) -> int:
-    """Submit one command, without a script and without srun; return the job's id. start: what comes before python."""
+    """Submit one command, without a script and without srun; return the job's id. start: what comes
+    before python."""
     flags = f"{' '.join(TINY)} --train_iters=100000 --data_path=$DATA_PATH --experiment_dir=$EXP_BASE_DIR"
-    return slurm.submit(run, *options, f"--wrap=. $VENV/bin/activate; {start} python pretrain_gpt.py {flags}")
+    return slurm.submit(
+        run, *options, f"--wrap=. $VENV/bin/activate; {start} python pretrain_gpt.py {flags}"
+    )
 
 
 def test_wrapped_without_srun(slurm: Slurm, record_property: Seen) -> None:
-    """`sbatch --wrap='python pretrain_gpt.py ...'`, without srun: `scancel --signal=TERM`, then `scancel`"""
+    """`sbatch --wrap='python pretrain_gpt.py ...'`, without srun: `scancel --signal=TERM`, then
+    `scancel`"""
     run = slurm.run()
     job = wrapped(slurm, run, "", "--time=10")
     run.trains()
@@ -97,12 +109,18 @@ def test_wrapped_without_srun(slurm: Slurm, record_property: Seen) -> None:
     slurm.ends(job)
     until(lambda: not slurm.nodes["mlc01"].processes("pretrain_gpt"))
     assert first == "RUNNING" and not run.checkpoints()
-    record_property("seen", f"no signal reaches it; killed at once, nothing saved, exit.json {run.exit()['status']}")
+    record_property(
+        "seen",
+        f"no signal reaches it; killed at once, nothing saved, exit.json {run.exit()['status']}",
+    )
 
 
-@pytest.mark.parametrize(("start", "signal"), [("exec", "--signal=B:TERM@60"), ("srun", "--signal=TERM@60")])
+@pytest.mark.parametrize(
+    ("start", "signal"), [("exec", "--signal=B:TERM@60"), ("srun", "--signal=TERM@60")]
+)
 def test_wrapped(start: str, signal: str, slurm: Slurm, record_property: Seen) -> None:
-    """`sbatch --time=2 --wrap=...` of `exec python` with --signal=B:TERM@60, or `srun python` with --signal=TERM@60"""
+    """`sbatch --time=2 --wrap=...` of `exec python` with --signal=B:TERM@60, or `srun python` with
+    --signal=TERM@60"""
     run = slurm.run()
     job = wrapped(slurm, run, start, "--time=2", signal)
     until(lambda: run.exit().get("exit_code"), lambda: slurm.log(job))
@@ -140,7 +158,9 @@ def test_unequal_nodes(slurm: Slurm, record_property: Seen) -> None:
 def test_heterogeneous_job(slurm: Slurm, record_property: Seen) -> None:
     """a heterogeneous job of one and two tasks, `srun --het-group=0,1`"""
     run = slurm.run()
-    options = "--nodelist=mlc02 --ntasks=1 --time=10 : --nodelist=mlc05 --ntasks=2 srun --het-group=0,1"
+    options = (
+        "--nodelist=mlc02 --ntasks=1 --time=10 : --nodelist=mlc05 --ntasks=2 srun --het-group=0,1"
+    )
     job = slurm.submit_tasks(run, options, "--train_iters=3 --batch_size=6 --startup_timeout=30")
     assert slurm.ends(job) == "COMPLETED" and ranks(slurm, job) == "3", slurm.log(job)
     record_property("seen", "COMPLETED, 3 ranks")

@@ -1,4 +1,5 @@
-"""`megatron_lite <verb>`: the list of verbs, a mistyped one, and the scripts that are the same commands."""
+"""`megatron_lite <verb>`: the list of verbs, a mistyped one, and the scripts that are the same
+commands."""
 
 import importlib
 import subprocess
@@ -14,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"megatron_lite": "-m megatron_lite", "pretrain_gpt": "pretrain_gpt.py"}
 
 
-def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_verb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With one line of its module's docstring each; so does the bare command."""
     pages = []
     for words in (["--help"], []):
@@ -26,7 +29,9 @@ def test_help_lists_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [line.split()[0] for line in lines] == list(VERBS)
     for line in lines:
         verb, summary = line.split(maxsplit=1)
-        assert (importlib.import_module(VERBS[verb]).__doc__ or "").startswith(summary) and len(line) <= 120
+        assert (importlib.import_module(VERBS[verb]).__doc__ or "").startswith(summary) and len(
+            line
+        ) <= 120
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,9 @@ def test_help_imports_nothing_heavy() -> None:
         "try: runpy.run_module('megatron_lite', run_name='__main__')\n"
         "except SystemExit: print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.endswith("\n[]\n")
 
 
@@ -68,7 +75,9 @@ def test_a_script_is_its_verb(verb: str) -> None:
         assert end.value.code == 2
 
 
-def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ctrl-C ends a command without a traceback."""
 
     def interrupted(*_: object) -> int:
@@ -79,12 +88,17 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_the_documented_lines_complete_commands_and_flags() -> None:
-    """The two lines of docs/installation.md, with this checkout's programs under the names of the installed ones."""
+    """The two lines of docs/installation.md, with this checkout's programs under the names of the
+    installed ones."""
     page = (ROOT / "docs" / "installation.md").read_text("utf-8")
     lines = [line for line in page.splitlines() if line.startswith("complete ")]
     programs = [f"{name}() {{ {sys.executable} {where} $@; }}" for name, where in PROGRAMS.items()]
     script = "\n".join([*programs, *lines, *(f"complete -p {name}" for name in PROGRAMS)])
-    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     words = result.stdout.replace("'", " ").split()
     assert not result.stderr and words[0] == "complete"
-    assert {*VERBS, "--zero_stage", "--lr"} <= {*words} and {f"--{name}" for name in FLAGS} <= {*words}
+    assert {*VERBS, "--zero_stage", "--lr"} <= {*words} and {f"--{name}" for name in FLAGS} <= {
+        *words
+    }

@@ -1,4 +1,5 @@
-"""A path that does not exist is said not to exist, a file where a folder belongs to be one, in one line each."""
+"""A path that does not exist is said not to exist, a file where a folder belongs to be one, in one
+line each."""
 
 import os
 import re
@@ -11,7 +12,14 @@ from megatron_lite import errors
 from megatron_lite.checkpoint.resume import choose
 from megatron_lite.cli import prepare_data
 from megatron_lite.cli.parse import parse
-from megatron_lite.commands import convert_checkpoint, evaluate, generate, plot_run, report_run, watch_run
+from megatron_lite.commands import (
+    convert_checkpoint,
+    evaluate,
+    generate,
+    plot_run,
+    report_run,
+    watch_run,
+)
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.data.indexed_dataset import IndexedDataset
 from megatron_lite.errors import CheckpointError, DataError, UsageError
@@ -34,7 +42,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (generate.main, ("--prompt=x", "--model"), "the folder is empty"),
         (evaluate.main, ("--text=file", "--model"), "the folder is empty"),
-        (convert_checkpoint.main, ("--to=x", "--format=huggingface", "--from"), "the folder is empty"),
+        (
+            convert_checkpoint.main,
+            ("--to=x", "--format=huggingface", "--from"),
+            "the folder is empty",
+        ),
         (watch_run.main, ("--once",), None),
         (report_run.main, (), "metrics.jsonl: No such file"),
         (plot_run.main, (), "metrics.jsonl: No such file"),
@@ -47,7 +59,12 @@ def test_folders_of_models_and_runs(
     places: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for path, said in (("none/at/all", MISSING), ("file", A_FILE), ("empty", empty), ("a b", empty)):
+    for path, said in (
+        ("none/at/all", MISSING),
+        ("file", A_FILE),
+        ("empty", empty),
+        ("a b", empty),
+    ):
         code = main([*words, path])
         error = capsys.readouterr().err
         if said is None:
@@ -58,41 +75,70 @@ def test_folders_of_models_and_runs(
 
 
 def test_folders_of_a_start(places: Path) -> None:
-    for path, said in (("none/at/all", MISSING), ("file", A_FILE), ("empty", "no checkpoint is there")):
+    for path, said in (
+        ("none/at/all", MISSING),
+        ("file", A_FILE),
+        ("empty", "no checkpoint is there"),
+    ):
         with pytest.raises(CheckpointError, match=said):
             choose(None, CheckpointConfig(load_checkpoint_path=path))
-        with pytest.raises(CheckpointError, match=said if path != "empty" else "the folder is empty"):
+        with pytest.raises(
+            CheckpointError, match=said if path != "empty" else "the folder is empty"
+        ):
             parse(["--dataset_source=random", f"--pretrained_checkpoint_path={path}"])
 
 
 def test_token_files(places: Path) -> None:
-    for path, said in (("nope", "nope: no such file, folder or pair"), ("empty", "empty is a folder: give")):
+    for path, said in (
+        ("nope", "nope: no such file, folder or pair"),
+        ("empty", "empty is a folder: give"),
+    ):
         with pytest.raises(DataError, match=said):
             IndexedDataset(path)
 
 
-@pytest.mark.parametrize("words", [["--data_path=a b"], ["--data_path", "x", "a b/pair"], ["--loss_mask=~/a b/pair"]])
-def test_spaces_separate_words(words: list[str], places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path with a space that exists is not taken for two; words without such a path go on being words."""
+@pytest.mark.parametrize(
+    "words", [["--data_path=a b"], ["--data_path", "x", "a b/pair"], ["--loss_mask=~/a b/pair"]]
+)
+def test_spaces_separate_words(
+    words: list[str], places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path with a space that exists is not taken for two; words without such a path go on being
+    words."""
     monkeypatch.setenv("HOME", str(places))
     (places / "a b" / "pair.idx").touch()
     with pytest.raises(UsageError, match="spaces separate words here"):
         parse([*words, "--num_layers=1"])
-    assert parse(["--data_path=0.5 empty 0.5 x"]).config.data.data_path == ("0.5", "empty", "0.5", "x")
+    assert parse(["--data_path=0.5 empty 0.5 x"]).config.data.data_path == (
+        "0.5",
+        "empty",
+        "0.5",
+        "x",
+    )
 
 
 def test_tokenizer_files(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is wrong is said once."""
-    for path, said in (("nope", "No such file"), ("file", "not a tokenizer.json"), ("empty", "No such file")):
+    for path, said in (
+        ("nope", "No such file"),
+        ("file", "not a tokenizer.json"),
+        ("empty", "No such file"),
+    ):
         assert prepare_data.main(["file", "--output_prefix=out", f"--tokenizer={path}"]) == 3
         error = capsys.readouterr().err
         assert error.count("cannot be read") <= 1 and said in error and error.count("\n") == 1
 
 
-def test_messages_name_the_installed_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_messages_name_the_installed_commands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A checkout has scripts; elsewhere the command that pip installs stands in their place."""
     text = "try python scripts/report_run.py run, scripts/prepare_data.py or scripts/replay_step.py"
     assert str(UsageError(text)) == text
-    monkeypatch.setattr(errors, "__file__", os.fspath(tmp_path / "site-packages" / "megatron_lite" / "errors.py"))
-    installed = "try megatron_lite report_run run, megatron_lite prepare_data or scripts/replay_step.py"
+    monkeypatch.setattr(
+        errors, "__file__", os.fspath(tmp_path / "site-packages" / "megatron_lite" / "errors.py")
+    )
+    installed = (
+        "try megatron_lite report_run run, megatron_lite prepare_data or scripts/replay_step.py"
+    )
     assert str(UsageError(text)) == installed

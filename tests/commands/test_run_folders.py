@@ -24,7 +24,10 @@ PROMPT = ("--device=cpu", "--prompt=the", "--temperature=0", "--max_new_tokens=4
 def save_run(distributed: Distributed, folder: str) -> None:
     """Two checkpoints and two exports of the same iterations."""
     intervals = dict(train_iters=2, checkpoint_interval=1, max_checkpoints=2, export_interval=1)
-    train_whole(distributed, tiny_config(**OPTIONS, **intervals, experiment_dir=folder, tokenizer_file="byte"))
+    train_whole(
+        distributed,
+        tiny_config(**OPTIONS, **intervals, experiment_dir=folder, tokenizer_file="byte"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,8 @@ def spoil(folder: Path) -> None:
 def test_a_run_stands_for_its_newest_good_model(
     run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checkpoint before export, newer before older; what is taken is said in one line, what is skipped in another."""
+    """Checkpoint before export, newer before older; what is taken is said in one line, what is
+    skipped in another."""
     order = [run / name for name in ("checkpoints/2", "export/2", "checkpoints/1", "export/1")]
     skipped: list[Path] = []
     for folder in order:
@@ -71,7 +75,9 @@ def test_a_run_stands_for_its_newest_good_model(
     assert "no usable checkpoint: checkpoints/2: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_every_program_takes_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_program_takes_a_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text.txt").write_text("To be, or not to be.")
     text = ("--device=cpu", f"--text={tmp_path / 'text.txt'}", "--json")
     losses = []
@@ -80,18 +86,28 @@ def test_every_program_takes_a_run(run: Path, tmp_path: Path, capsys: pytest.Cap
         losses.append(json.loads(capsys.readouterr().out)["loss"])
     assert losses[0] == losses[1]
     for kind in ("huggingface", "distributed"):
-        assert convert_checkpoint.main([f"--from={run}", f"--to={tmp_path / kind}", f"--format={kind}"]) == 0
+        assert (
+            convert_checkpoint.main(
+                [f"--from={run}", f"--to={tmp_path / kind}", f"--format={kind}"]
+            )
+            == 0
+        )
         assert capsys.readouterr().out.startswith(f"from {run}/checkpoints/2: ")
     values, notes = with_source({"pretrained_checkpoint_path": str(run)})
-    assert values["vocab_size"] == 257 and any(f"is taken from {run}/checkpoints/2" in note.text for note in notes)
+    assert values["vocab_size"] == 257 and any(
+        f"is taken from {run}/checkpoints/2" in note.text for note in notes
+    )
 
 
 def pretrained(distributed: Distributed, folder: str, state: bool) -> str:
-    """Return the folder of which a run takes the initial weights, after what it says about others."""
+    """Return the folder of which a run takes the initial weights, after what it says about
+    others."""
     parts = ("model", *["optimizer"] * state)
     config = tiny_config(**OPTIONS, pretrained_checkpoint_path=folder, load_parts=parts)
     said: list[str] = []
-    source = open_pretrained(config, shapes_of(build_gpt(config.model, 32)), distributed, said.append)
+    source = open_pretrained(
+        config, shapes_of(build_gpt(config.model, 32)), distributed, said.append
+    )
     return " ".join([*said, str(source.folder)])
 
 
@@ -99,7 +115,9 @@ def test_a_run_is_a_start_for_another(run: Path) -> None:
     """Its newest good model; with the optimizer's state the newest good checkpoint."""
     spoil(run / "checkpoints" / "2")
     (said,) = run_distributed(1, pretrained, str(run), False)
-    assert said.startswith(f"--pretrained_checkpoint_path: {run}/checkpoints/2: ") and said.endswith(f" {run}/export/2")
+    assert said.startswith(
+        f"--pretrained_checkpoint_path: {run}/checkpoints/2: "
+    ) and said.endswith(f" {run}/export/2")
     (said,) = run_distributed(1, pretrained, str(run), True)
     assert said.endswith(f" {run}/checkpoints/1")
 
@@ -109,18 +127,25 @@ def test_what_only_checkpoints_hold_is_taken_from_them(run: Path) -> None:
     assert open_source(run, whole=True).folder == run / "export" / "2"
     assert open_source(run, whole=True, state=True).folder == run / "checkpoints" / "1"
     shutil.rmtree(run / "checkpoints")
-    assert open_source(run, whole=True, state=True).folder == open_source(run / "export").folder == run / "export" / "2"
+    assert (
+        open_source(run, whole=True, state=True).folder
+        == open_source(run / "export").folder
+        == run / "export" / "2"
+    )
 
 
 def test_a_run_without_a_model_says_so(run: Path) -> None:
     for name in ("checkpoints", "export"):
         shutil.rmtree(run / name)
-    with pytest.raises(CheckpointError, match="experiment directory without a checkpoint or an export yet"):
+    with pytest.raises(
+        CheckpointError, match="experiment directory without a checkpoint or an export yet"
+    ):
         open_source(run)
 
 
 def test_byte_is_the_file_of_the_byte_tokenizer(saved: Path, tmp_path: Path) -> None:
-    """In exports, in what a resumed run compares, and in the comparison with the data's tokenizer."""
+    """In exports, in what a resumed run compares, and in the comparison with the data's
+    tokenizer."""
     path = tmp_path / "tokenizer.json"
     save_byte_tokenizer(str(path))
     assert (saved / "export" / "2" / "tokenizer.json").read_bytes() == path.read_bytes()
@@ -133,10 +158,17 @@ def test_byte_is_the_file_of_the_byte_tokenizer(saved: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["byte", "tokenizer.json"])
 def test_byte_is_accepted_for_any_model(
-    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A folder without a tokenizer gets it by name or as a file: the same text, the same copy in an export."""
-    model = shutil.copytree(saved / "export" / "2", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    """A folder without a tokenizer gets it by name or as a file: the same text, the same copy in an
+    export."""
+    model = shutil.copytree(
+        saved / "export" / "2", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')  # of another tokenizer
     save_byte_tokenizer("tokenizer.json")
@@ -145,6 +177,13 @@ def test_byte_is_accepted_for_any_model(
     monkeypatch.chdir("/")
     file = name if name == "byte" else str(tmp_path / name)
     assert generate.main([f"--model={model}", *PROMPT, f"--tokenizer_file={file}"]) == 0
-    words = [f"--from={model}", f"--to={tmp_path / 'to'}", "--format=huggingface", f"--tokenizer_file={file}"]
+    words = [
+        f"--from={model}",
+        f"--to={tmp_path / 'to'}",
+        "--format=huggingface",
+        f"--tokenizer_file={file}",
+    ]
     assert convert_checkpoint.main(words) == 0
-    assert (tmp_path / "to" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    assert (tmp_path / "to" / "tokenizer.json").read_bytes() == (
+        tmp_path / "tokenizer.json"
+    ).read_bytes()

@@ -1,4 +1,5 @@
-"""Where the code branches on an option's choice, a choice without a branch is refused instead of taken for another."""
+"""Where the code branches on an option's choice, a choice without a branch is refused instead of
+taken for another."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,28 +27,40 @@ NEW = "new"
 
 def with_choice(area: str, **values: Any) -> Config:
     """A resolved configuration with a choice that no option has."""
-    config = tiny_config(1, train_iters=10, use_rotary_embeddings=True, lr_decay_style="linear", lr_warmup=0)
-    return dataclasses.replace(config, **{area: dataclasses.replace(getattr(config, area), **values)})
+    config = tiny_config(
+        1, train_iters=10, use_rotary_embeddings=True, lr_decay_style="linear", lr_warmup=0
+    )
+    return dataclasses.replace(
+        config, **{area: dataclasses.replace(getattr(config, area), **values)}
+    )
 
 
 def rope(kind: str) -> Any:
     numbers: dict[str, Any] = {
         name: 1.0 + place
-        for place, name in enumerate(("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_slow"))
+        for place, name in enumerate(
+            ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_slow")
+        )
     }
     numbers |= dict(rope_original_max_position_embeddings=64, rope_beta_fast=32.0)
-    return rotary_frequencies(with_choice("model", rope_type=kind, **numbers).model, 8, torch.device("cpu"))
+    return rotary_frequencies(
+        with_choice("model", rope_type=kind, **numbers).model, 8, torch.device("cpu")
+    )
 
 
 BRANCHES: dict[str, Callable[[], Any]] = {
     "lr_decay_style": lambda: learning_rate(with_choice("learning_rate", lr_decay_style=NEW), 5),
     "lr_schedule": lambda: stage_rate([Stage(NEW, 0, 10, 1.0, 0.1, 1.0)], 5),
     "loss_reduction": lambda: loss_weights([4, 2, 1], NEW),
-    "normalization_type": lambda: Norm("norm", with_choice("model", normalization_type=NEW).model, REFERENCES),
+    "normalization_type": lambda: Norm(
+        "norm", with_choice("model", normalization_type=NEW).model, REFERENCES
+    ),
     "rope_type": lambda: rope(NEW),
     "attention_backend": lambda: fused_attention(*torch.ones(3, 1, 1, 2, 8), NEW),
     "muon_adjust_lr": lambda: shape_factor(2, 3, NEW),
-    "weight_decay_default_mask": lambda: set_weight_decay([*layers_of(tiny_config(1))[0].parameters()], NEW, ()),
+    "weight_decay_default_mask": lambda: set_weight_decay(
+        [*layers_of(tiny_config(1))[0].parameters()], NEW, ()
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""`--model`: each preset equals the import of its publisher's config.json, to the last parameter."""
+"""`--model`: each preset equals the import of its publisher's config.json, to the last
+parameter."""
 
 import math
 from pathlib import Path
@@ -17,7 +18,8 @@ COMMAND = ["--dataset_source=random", "--sequence_length=256", "--train_iters=1"
 
 
 def test_a_preset_is_its_public_config() -> None:
-    """Every option that config.json sets has its value, and the model has the published number of parameters."""
+    """Every option that config.json sets has its value, and the model has the published number of
+    parameters."""
     assert set(PRESETS) == set(PUBLIC)
     for preset in PRESETS:
         model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
@@ -27,12 +29,17 @@ def test_a_preset_is_its_public_config() -> None:
         assert sum(math.prod(shape) for shape in shapes.values()) == PUBLIC[preset][1], preset
 
 
-def test_the_dry_run_prints_the_published_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The dry run of a preset, and of a folder with only the publisher's config.json, prints the published number."""
+def test_the_dry_run_prints_the_published_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry run of a preset, and of a folder with only the publisher's config.json, prints the
+    published number."""
     (tmp_path / "config.json").write_text(PUBLIC["starcoder2-3b"][0])
     folder = [f"--pretrained_checkpoint_path={tmp_path}", "--load_parts=architecture"]
     for preset, source in (("gpt2", ["--model=gpt2"]), ("starcoder2-3b", folder)):
-        assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
+        assert (
+            main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
+        )
         assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
 
 
@@ -40,7 +47,12 @@ def test_typed_flags_win_over_a_preset() -> None:
     """Typed flags win in any position, and derived values follow them."""
     for argv in (["--hidden_size=96", "--model=gpt2"], ["--model=gpt2", "--hidden_size=96"]):
         model = resolve(parse([*COMMAND, *argv]).config, world_size=1).model
-        assert (model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers) == (96, 384, 8, 12)
+        assert (model.hidden_size, model.ffn_hidden_size, model.kv_channels, model.num_layers) == (
+            96,
+            384,
+            8,
+            12,
+        )
 
 
 def test_values_that_depend_on_an_overridden_option_are_dropped() -> None:
@@ -59,7 +71,8 @@ def test_values_that_depend_on_an_overridden_option_are_dropped() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_published_number_is_that_of_transformers(preset: str) -> None:
-    """transformers builds a model with the same number of parameters from config.json, on the meta device."""
+    """transformers builds a model with the same number of parameters from config.json, on the meta
+    device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""Options: declarations, bounds, values that are nearly a choice, and the table of other programs' flags and values."""
+"""Options: declarations, bounds, values that are nearly a choice, and the table of other programs'
+flags and values."""
 
 import dataclasses
 import re
@@ -8,7 +9,15 @@ import pytest
 from megatron_lite.config import AREAS, Config, Draft, flatten, unflatten
 from megatron_lite.config.option import Flag
 from megatron_lite.config.other_programs import Row, read_table, refused_value
-from megatron_lite.config.values import FLAGS, BadValueError, is_legal, limits, number, parse_list, parse_value
+from megatron_lite.config.values import (
+    FLAGS,
+    BadValueError,
+    is_legal,
+    limits,
+    number,
+    parse_list,
+    parse_value,
+)
 
 
 def suggested(name: str, text: str) -> tuple[str, ...]:
@@ -19,7 +28,8 @@ def suggested(name: str, text: str) -> tuple[str, ...]:
 
 
 def test_part_of_a_choice_suggests_that_choice() -> None:
-    """The beginning or a word of a choice or its alias, or a choice with more behind it; then what looks similar."""
+    """The beginning or a word of a choice or its alias, or a choice with more behind it; then what
+    looks similar."""
     for typed, meant in (
         ("training_dtype=bfloat", "bf16"),
         ("training_dtype=fp", "fp32 fp16"),
@@ -44,19 +54,24 @@ def test_every_beginning_of_a_choice_suggests_that_choice() -> None:
     for flag in (flag for flag in FLAGS.values() if flag.choices):
         words = {word: flag.value_aliases.get(word, word) for word in flag.choices}
         words |= flag.value_aliases
-        for begun in {word[:end] for word in words for end in range(2, len(word)) if word[end - 1].isalnum()}:
+        for begun in {
+            word[:end] for word in words for end in range(2, len(word)) if word[end - 1].isalnum()
+        }:
             if is_legal(flag, begun) or refused_value(flag.name, begun):
                 continue
             named = suggested(flag.name, begun)
             assert named and len(named) <= 3, (flag.name, begun)
             possible = {
-                choice for word, choice in words.items() if word.replace("_", "").startswith(begun.replace("_", ""))
+                choice
+                for word, choice in words.items()
+                if word.replace("_", "").startswith(begun.replace("_", ""))
             }
             assert {*named} <= possible, (flag.name, begun)
 
 
 def test_every_bound_of_a_number_is_enforced() -> None:
-    """A number at an inclusive bound is legal; beyond a bound, or at an exclusive one, it is refused with the range."""
+    """A number at an inclusive bound is legal; beyond a bound, or at an exclusive one, it is
+    refused with the range."""
     bounded = 0
     for flag in (flag for flag in FLAGS.values() if flag.kind in ("int", "float")):
         option = flag
@@ -94,7 +109,11 @@ device=tpu device=gpu:<number> | no {value}
 def test_every_kind_of_row() -> None:
     table = read_table(TABLE)
     assert table.programs["some program"] == (
-        Row(("save", "out_dir"), "--experiment_dir=<folder>", "checkpoints go to <folder>/checkpoints"),
+        Row(
+            ("save", "out_dir"),
+            "--experiment_dir=<folder>",
+            "checkpoints go to <folder>/checkpoints",
+        ),
         Row(("max_steps",), "--train_iters"),
         Row(("warmup:steps",), remark="a remark = with -> signs | in it"),
         Row(("dtype",), remark="always", only=("float32", "float")),
@@ -124,7 +143,9 @@ def test_a_configuration_is_read_only() -> None:
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model = config.model  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError, match="num_layers is read-only; use dataclasses.replace"):
+    with pytest.raises(
+        dataclasses.FrozenInstanceError, match="num_layers is read-only; use dataclasses.replace"
+    ):
         config.model.num_layers = 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.number_of_layers = 3  # type: ignore[attr-defined]
@@ -132,17 +153,30 @@ def test_a_configuration_is_read_only() -> None:
 
 def test_a_draft_holds_all_options_and_can_be_written() -> None:
     """Names are unique across areas, and flat values go there and back."""
-    assert sorted(FLAGS) == sorted(field.name for area in AREAS.values() for field in dataclasses.fields(area))
+    assert sorted(FLAGS) == sorted(
+        field.name for area in AREAS.values() for field in dataclasses.fields(area)
+    )
     draft = Draft(**flatten(Config()))
-    assert vars(draft) == {name: flag.default for name, flag in FLAGS.items()} and draft.changed(*FLAGS) == []
+    assert (
+        vars(draft) == {name: flag.default for name, flag in FLAGS.items()}
+        and draft.changed(*FLAGS) == []
+    )
     draft.num_layers, draft.lr_cycle_minima = 3, (7,)
     assert draft.changed(*FLAGS) == ["num_layers", "lr_cycle_minima"]
     assert unflatten(vars(draft)).model.num_layers == 3
 
 
 def conditions(option: Flag) -> list[str]:
-    """Return every condition that an option declares, but not where a rule counts (that may name the option itself)."""
-    return [text for text in (option.idle_unless, *(rule.condition for rule in option.needs + option.excludes)) if text]
+    """Return every condition that an option declares, but not where a rule counts (that may name
+    the option itself)."""
+    return [
+        text
+        for text in (
+            option.idle_unless,
+            *(rule.condition for rule in option.needs + option.excludes),
+        )
+        if text
+    ]
 
 
 def places(option: Flag) -> list[str]:
@@ -150,13 +184,16 @@ def places(option: Flag) -> list[str]:
 
 
 def test_conditions_name_other_options_and_their_values() -> None:
-    """The reason of a rule is a clause without a fix of its own, so that the generated one fits behind it."""
+    """The reason of a rule is a clause without a fix of its own, so that the generated one fits
+    behind it."""
     for name, option in FLAGS.items():
         for text in (*conditions(option), *places(option)):
             for alternative in re.split(" and | or ", text):
                 other, _, values = alternative.partition("!=" if "!=" in alternative else "=")
                 assert (other != name or text in places(option)) and other in FLAGS, name
                 for value in values.split("|") if values else ():
-                    assert value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value), name
+                    assert (
+                        value == "none" and FLAGS[other].optional or is_legal(FLAGS[other], value)
+                    ), name
         for rule in option.needs + option.excludes:
             assert len(rule.why) > 10 and ";" not in rule.why and not rule.why.endswith("."), name

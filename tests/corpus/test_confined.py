@@ -1,4 +1,5 @@
-"""Programs of strangers: a limit of time, memory and text ends them with a reason, and the next call works."""
+"""Programs of strangers: a limit of time, memory and text ends them with a reason, and the next
+call works."""
 
 import os
 import re
@@ -19,7 +20,9 @@ from tests.corpus.test_conversations import assistant, prepare, said, user, writ
 
 TINY = Limits(seconds=0.3, memory_bytes=2**26, answer_bytes=10_000)
 SUBJECT = "the chat template (--chat_template)"
-LOOPS = "{% for i in range(3000) %}{% for j in range(3000) %}{% set x = j %}{% endfor %}{% endfor %}"
+LOOPS = (
+    "{% for i in range(3000) %}{% for j in range(3000) %}{% set x = j %}{% endfor %}{% endfor %}"
+)
 TALK = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -28,9 +31,14 @@ TALK = (
 
 def test_results_and_errors() -> None:
     """As JSON holds them; calls share a process, which is another one than this."""
-    assert confined(TINY, divmod, 7, 2) == [3, 1] and confined(TINY, str, "größe \ud800") == "größe \ud800"
+    assert (
+        confined(TINY, divmod, 7, 2) == [3, 1]
+        and confined(TINY, str, "größe \ud800") == "größe \ud800"
+    )
     assert confined(TINY, os.getpid) == confined(TINY, os.getpid) != os.getpid()
-    with pytest.raises(DataError, match=rf"^{re.escape(SUBJECT)} refuses it: invalid literal for int"):
+    with pytest.raises(
+        DataError, match=rf"^{re.escape(SUBJECT)} refuses it: invalid literal for int"
+    ):
         confined(TINY, int, "x")
     with pytest.raises(DataError, match=r"refuses it: .{,1000}$"):
         confined(TINY, int, "x" * 9000)
@@ -39,7 +47,10 @@ def test_results_and_errors() -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ((sum, range(10**9)), "takes more than 0.3 s"),  # one call of C, which never looks at signals
+        (
+            (sum, range(10**9)),
+            "takes more than 0.3 s",
+        ),  # one call of C, which never looks at signals
         ((list, range(2**25)), f"needs more than {2**26:,} bytes of memory"),
         ((bytearray, 2**28), f"needs more than {2**26:,} bytes of memory"),
         ((str.ljust, "x", 10_000), "writes more than 10,000 bytes"),
@@ -65,16 +76,26 @@ def test_many_short_calls_have_a_limit_each() -> None:
 def test_prepare_data_skips_what_is_too_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A conversation beyond a limit is skipped and named; those around it have the tokens of a run without it."""
+    """A conversation beyond a limit is skipped and named; those around it have the tokens of a run
+    without it."""
     monkeypatch.setattr(conversations, "LIMITS", TINY)
     template = tmp_path / "some.jinja"
     template.write_text(
         f"{{% if messages[0].content == 'slow' %}}{LOOPS}{{% elif messages[0].content == 'long' %}}"
         f"{{{{ 'x' * 20000 }}}}{{% endif %}}{TALK}"
     )
-    records = [{"messages": [user(text), assistant(f"b {text}")]} for text in ("a", "slow", "c", "long", "d")]
-    prepare(write_lines(tmp_path / "chats.jsonl", records), tmp_path / "x", f"--chat_template={template}")
-    printed = [line for line in capsys.readouterr().err.splitlines() if "not a conversation" in line]
+    records = [
+        {"messages": [user(text), assistant(f"b {text}")]}
+        for text in ("a", "slow", "c", "long", "d")
+    ]
+    prepare(
+        write_lines(tmp_path / "chats.jsonl", records),
+        tmp_path / "x",
+        f"--chat_template={template}",
+    )
+    printed = [
+        line for line in capsys.readouterr().err.splitlines() if "not a conversation" in line
+    ]
     for line, number, reason in zip(
         printed, (2, 4), ("takes more than 0.3 s", "writes more than 10,000"), strict=False
     ):
@@ -88,7 +109,8 @@ def test_prepare_data_skips_what_is_too_slow(
 def test_a_template_that_is_always_slow_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By prepare_data with exit code 3 before it reads anything; a chat renders by the same limits."""
+    """By prepare_data with exit code 3 before it reads anything; a chat renders by the same
+    limits."""
     monkeypatch.setattr(conversations, "LIMITS", TINY)
     (tmp_path / "slow.jinja").write_text(LOOPS + TALK)
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": [user("a"), assistant("b")]}])
@@ -104,7 +126,9 @@ def test_no_orphan_stays() -> None:
     for call in ("int", "sum, range(10**10)"):
         code = "from megatron_lite.corpus.confined import Limits, confined; import os\n"
         code += f"print(confined(Limits(60), os.getpid), flush=True); confined(Limits(60), {call}); input()"
-        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as parent:
             assert parent.stdout is not None
             child = int(parent.stdout.readline())
             time.sleep(0.5)

@@ -1,4 +1,5 @@
-"""Conversations as tokens and loss masks, token by token beside transformers' `apply_chat_template`."""
+"""Conversations as tokens and loss masks, token by token beside transformers'
+`apply_chat_template`."""
 
 import json
 import random
@@ -8,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_lite.cli.prepare_data import main, parse, read_options
@@ -24,8 +34,12 @@ TEXTS = [
     "こんにちは 😀 é\t",
     "assistant user model system",
 ]
-TOOL = {"type": "function", "function": {"name": "add", "description": "Größe <&>", "parameters": {"type": "object"}}}
-# In the styles of Qwen 2.5, Llama 3, Gemma 2 and Zephyr. ANSWER stands for what the assistant says, with its end.
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Größe <&>", "parameters": {"type": "object"}},
+}
+# In the styles of Qwen 2.5, Llama 3, Gemma 2 and Zephyr. ANSWER stands for what the assistant says,
+# with its end.
 QWEN = """{%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] %}
 {%- else %}
@@ -120,7 +134,8 @@ def byte_level(special: list[str], begin: str = "") -> Tokenizer:
 
 
 def sentencepiece(special: list[str], prefix: bool) -> Tokenizer:
-    """A BPE over characters with fallback to bytes; `prefix`: with a space before each part of a text."""
+    """A BPE over characters with fallback to bytes; `prefix`: with a space before each part of a
+    text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -142,7 +157,13 @@ FAMILIES: dict[str, tuple[Any, dict[str, str], str, bool]] = {
     ),
     "llama": (
         lambda: byte_level(
-            ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+            [
+                "<|begin_of_text|>",
+                "<|end_of_text|>",
+                "<|start_header_id|>",
+                "<|end_header_id|>",
+                "<|eot_id|>",
+            ],
             "<|begin_of_text|>",
         ),
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
@@ -150,7 +171,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, str], str, bool]] = {
         True,
     ),
     "gemma": (
-        lambda: sentencepiece(["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"], prefix=False),
+        lambda: sentencepiece(
+            ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"], prefix=False
+        ),
         {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
         GEMMA,
         False,
@@ -179,21 +202,28 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 
 
 def prepare(source: Path, prefix: Path, *words: object, code: int = 0) -> None:
-    assert main([str(source), "--output_prefix", str(prefix), "--num_processes=1", *map(str, words)]) == code
+    assert (
+        main([str(source), "--output_prefix", str(prefix), "--num_processes=1", *map(str, words)])
+        == code
+    )
 
 
 def pairs(prefix: Path) -> list[tuple[list[int], list[int]]]:
     """The tokens and the mask of each document."""
     tokens, mask = IndexedDataset(str(prefix)), IndexedDataset(f"{prefix}_mask")
     assert tokens.num_documents == mask.num_documents
-    return [(tokens.document(n).tolist(), mask.document(n).tolist()) for n in range(tokens.num_documents)]
+    return [
+        (tokens.document(n).tolist(), mask.document(n).tolist())
+        for n in range(tokens.num_documents)
+    ]
 
 
 def said(prefix: Path) -> list[str]:
     """What counts in each document, as text."""
     tokenizer = JsonTokenizer(f"{prefix}.tokenizer.json")
     return [
-        tokenizer.decode([token for token, counts in zip(*pair, strict=True) if counts], True) for pair in pairs(prefix)
+        tokenizer.decode([token for token, counts in zip(*pair, strict=True) if counts], True)
+        for pair in pairs(prefix)
     ]
 
 
@@ -206,46 +236,65 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 def conversations(system: bool) -> list[list[dict[str, Any]]]:
-    """One to three turns of random texts, with white space around them and characters of several bytes."""
+    """One to three turns of random texts, with white space around them and characters of several
+    bytes."""
     draw = random.Random(0)
 
     def text() -> str:
         words = " ".join(
-            draw.choices("Madrid. größer 12 € 😀😀 こんにちは é\n\n the capital".split(" "), k=draw.randrange(1, 9))
+            draw.choices(
+                "Madrid. größer 12 € 😀😀 こんにちは é\n\n the capital".split(" "),
+                k=draw.randrange(1, 9),
+            )
         )
         return draw.choice(["", " ", "\n"]) + words + draw.choice(["", "  ", "\n\n"])
 
     made = [
-        [part for _ in range(draw.randrange(1, 4)) for part in (user(text()), assistant(text()))] for _ in range(30)
+        [part for _ in range(draw.randrange(1, 4)) for part in (user(text()), assistant(text()))]
+        for _ in range(30)
     ]
     if system:
         made = [
-            [{"role": "system", "content": text()}, *messages] if draw.random() < 0.5 else messages for messages in made
+            [{"role": "system", "content": text()}, *messages] if draw.random() < 0.5 else messages
+            for messages in made
         ]
     return [*made, [user("nobody answers")]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """With the family's template, and with the same one that marks the answer for transformers; 31 conversations."""
+    """With the family's template, and with the same one that marks the answer for transformers; 31
+    conversations."""
     _, _, template, system = FAMILIES[family]
     messages = conversations(system)
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": each} for each in messages])
-    theirs = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / "marked", family, marked(template)))
-    unmarked = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / "plain", family, plain(template)))
+    theirs = PreTrainedTokenizerFast.from_pretrained(
+        write_tokenizer(tmp_path / "marked", family, marked(template))
+    )
+    unmarked = PreTrainedTokenizerFast.from_pretrained(
+        write_tokenizer(tmp_path / "plain", family, plain(template))
+    )
     expected = []
     for each in messages:
-        whole = theirs.apply_chat_template(each, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        whole = theirs.apply_chat_template(
+            each, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         expected.append((whole["input_ids"], whole["assistant_masks"]))
-        assert unmarked.apply_chat_template(each, tokenize=True, return_dict=True)["input_ids"] == whole["input_ids"]
+        assert (
+            unmarked.apply_chat_template(each, tokenize=True, return_dict=True)["input_ids"]
+            == whole["input_ids"]
+        )
     assert expected[-1][1].count(1) == 0 < expected[0][1].count(1)
     for name in ("plain", "marked"):
-        prepare(source, tmp_path / f"{name}_data", "--tokenizer", tmp_path / name, "--chat_template=own")
+        prepare(
+            source, tmp_path / f"{name}_data", "--tokenizer", tmp_path / name, "--chat_template=own"
+        )
         assert pairs(tmp_path / f"{name}_data") == expected, name
 
 
 def test_tools_and_calls(tmp_path: Path) -> None:
-    """What a record says besides messages reaches the template; an answer that only calls counts; null is absent."""
+    """What a record says besides messages reaches the template; an answer that only calls counts;
+    null is absent."""
     folder = write_tokenizer(tmp_path / "plain", "qwen", plain(QWEN))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "€"}}}
     messages = [
@@ -257,7 +306,9 @@ def test_tools_and_calls(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": messages, "tools": [TOOL]}])
     prepare(source, tmp_path / "x", "--tokenizer", folder, "--chat_template=own")
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=True, return_dict=True)["input_ids"]
+    expected = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     assert pairs(tmp_path / "x")[0][0] == expected
     assert said(tmp_path / "x") == [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "€"}}\n</tool_call><|im_end|>Two.<|im_end|>'
@@ -265,8 +316,9 @@ def test_tools_and_calls(tmp_path: Path) -> None:
 
 
 def test_other_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompt and completion, as texts or messages, and ShareGPT's names. Of earlier answers in a prompt none counts.
-    A completion ends with the end of a document, once; a template ends its turns itself."""
+    """Prompt and completion, as texts or messages, and ShareGPT's names. Of earlier answers in a
+    prompt none counts. A completion ends with the end of a document, once; a template ends its
+    turns itself."""
     records = [
         {"prompt": "2 + 2 =", "completion": " 4"},
         {"prompt": "2 + 2 =", "completion": " 4<|endoftext|>"},
@@ -279,7 +331,9 @@ def test_other_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for words in (["--train_tokenizer=300"], ["--tokenizer=byte"]):
         prepare(source, tmp_path / "x", "--chat_template=zephyr", "--overwrite", *words)
         end = "<|endoftext|>"
-        assert said(tmp_path / "x") == [f" 4{end}", f" 4{end}", "", f"d 😀{end}", f"ho{end}", ""], words
+        assert said(tmp_path / "x") == [f" 4{end}", f" 4{end}", "", f"d 😀{end}", f"ho{end}", ""], (
+            words
+        )
         tokenizer = JsonTokenizer(str(tmp_path / "x.tokenizer.json"))
         whole = tokenizer.decode(pairs(tmp_path / "x")[4][0], True)
         assert whole == f"<|user|>\nhi{end}\n<|assistant|>\nho{end}\n"
@@ -299,10 +353,15 @@ def test_other_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_tables(tmp_path: Path) -> None:
     """Rows of parquet files are records; keys that other rows have are null in them."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    records = [{"messages": [user("a"), {**assistant("b"), "name": "x"}]}, {"prompt": "c", "completion": "d"}]
+    records = [
+        {"messages": [user("a"), {**assistant("b"), "name": "x"}]},
+        {"prompt": "c", "completion": "d"},
+    ]
     parquet.write_table(arrow.Table.from_pylist(records[:1]), tmp_path / "a.parquet")
     empty = {"messages": None, "prompt": None, "completion": None, "text": "t"}
-    parquet.write_table(arrow.Table.from_pylist([empty | record for record in records]), tmp_path / "b.parquet")
+    parquet.write_table(
+        arrow.Table.from_pylist([empty | record for record in records]), tmp_path / "b.parquet"
+    )
     source = write_lines(tmp_path / "chats.jsonl", [records[0], *records])
     prepare(source, tmp_path / "lines", "--chat_template=chatml")
     prepare(tmp_path / "*.parquet", tmp_path / "rows", "--chat_template=chatml")
@@ -311,14 +370,21 @@ def test_tables(tmp_path: Path) -> None:
 
 def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By line, key and rule; with --strict the first one ends the work."""
-    thinks = tmp_path / "thinks.jinja"  # drops what was thought before the last question, as Qwen 3 does
+    thinks = (
+        tmp_path / "thinks.jinja"
+    )  # drops what was thought before the last question, as Qwen 3 does
     thinks.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] if not loop.last else m.content }}\n"
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     good = [user("a"), assistant("<think>b</think>c")]
     bad = {
-        "needs messages (a list), conversations, or prompt and completion": [{}, 3, {"messages": []}, {"prompt": "x"}],
+        "needs messages (a list), conversations, or prompt and completion": [
+            {},
+            3,
+            {"messages": []},
+            {"prompt": "x"},
+        ],
         "messages[1] needs a role and a content, both texts": [
             {"messages": [user("a"), message]}
             for message in ({"content": "x"}, {"role": 1}, 7, assistant(8))  # type: ignore[arg-type]
@@ -337,35 +403,78 @@ def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().err.splitlines()
     rules = [rule for rule, records in bad.items() for _ in records]
     for number, rule in enumerate(rules, 1):
-        assert printed[number - 1].startswith(f"skipped {source}: line {number}: not a conversation: {rule}"), number
+        assert printed[number - 1].startswith(
+            f"skipped {source}: line {number}: not a conversation: {rule}"
+        ), number
     assert said(tmp_path / "x") == ["<think>b</think>c\n"]
     prepare(source, tmp_path / "y", f"--chat_template={thinks}", "--strict", code=3)
     assert f"ERROR: {source}: line 1: not a conversation: needs messages" in capsys.readouterr().err
 
 
 def test_bad_templates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """None, a missing file, a wrong one, one that leaves the sandbox, and flags that a template does not need."""
+    """None, a missing file, a wrong one, one that leaves the sandbox, and flags that a template
+    does not need."""
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": [user("a"), assistant("b")]}])
     escape = tmp_path / "escape.jinja"
     escape.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     (tmp_path / "wrong.jinja").write_text("{% for %}")
     for words, code, message in (
-        (["--chat_template=own"], 2, "this tokenizer has no chat template; --chat_template is chatml, llama3"),
+        (
+            ["--chat_template=own"],
+            2,
+            "this tokenizer has no chat template; --chat_template is chatml, llama3",
+        ),
         (["--chat_template=absent"], 3, "absent: "),
-        ([f"--chat_template={tmp_path / 'wrong.jinja'}"], 3, "the chat template (--chat_template) refuses it: "),
-        ([f"--chat_template={escape}"], 3, "access to attribute '__class__' of 'list' object is unsafe"),
+        (
+            [f"--chat_template={tmp_path / 'wrong.jinja'}"],
+            3,
+            "the chat template (--chat_template) refuses it: ",
+        ),
+        (
+            [f"--chat_template={escape}"],
+            3,
+            "access to attribute '__class__' of 'list' object is unsafe",
+        ),
         (["--chat_template=chatml", "--separator=x"], 2, "--chat_template: leave out --separator"),
     ):
         prepare(source, tmp_path / "x", *words, code=code)
         assert message in capsys.readouterr().err, words
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "escape.jinja", "wrong.jinja"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "chats.jsonl",
+        "escape.jinja",
+        "wrong.jinja",
+    ]
 
 
 def test_random_records_end_no_run(tmp_path: Path) -> None:
-    """Any JSON value in any place of a record makes a document or a fault, never an error of ours."""
+    """Any JSON value in any place of a record makes a document or a fault, never an error of
+    ours."""
     draw = random.Random(1)
-    simple = [None, True, 3, 2.5, "", " ", "text", "assistant", "user", "\ud83d", "{{ x }}", "<|im_end|>"]
-    keys = ["messages", "role", "content", "prompt", "completion", "conversations", "from", "value", "tools"]
+    simple = [
+        None,
+        True,
+        3,
+        2.5,
+        "",
+        " ",
+        "text",
+        "assistant",
+        "user",
+        "\ud83d",
+        "{{ x }}",
+        "<|im_end|>",
+    ]
+    keys = [
+        "messages",
+        "role",
+        "content",
+        "prompt",
+        "completion",
+        "conversations",
+        "from",
+        "value",
+        "tools",
+    ]
 
     def value(depth: int = 0) -> Any:
         if depth > 2 or draw.random() < 0.5:
@@ -385,32 +494,56 @@ def test_random_records_end_no_run(tmp_path: Path) -> None:
         return {**part, place: changed(part.get(place))}
 
     talk = [user("a"), assistant("b")]
-    good = [{"messages": talk}, {"prompt": talk[:1], "completion": talk[1:]}, {"prompt": "a", "completion": "b"}]
+    good = [
+        {"messages": talk},
+        {"prompt": talk[:1], "completion": talk[1:]},
+        {"prompt": "a", "completion": "b"},
+    ]
     good += [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
-    source = write_lines(tmp_path / "chats.jsonl", [changed(draw.choice(good)) for _ in range(1500)])
+    source = write_lines(
+        tmp_path / "chats.jsonl", [changed(draw.choice(good)) for _ in range(1500)]
+    )
     prepare(source, tmp_path / "x", "--chat_template=chatml")
     assert 100 < len(pairs(tmp_path / "x")) < 1400
 
 
 def test_every_pair_has_its_mask(tmp_path: Path) -> None:
-    """Of shards and validation documents, without duplicates; --verify and folders know the masks. Two processes with
-    many pieces write the same bytes."""
+    """Of shards and validation documents, without duplicates; --verify and folders know the masks.
+    Two processes with many pieces write the same bytes."""
     records = [{"messages": [user(f"{n % 37}?"), assistant("x" * (n % 37))]} for n in range(60)]
     source = write_lines(tmp_path / "chats.jsonl", records)
     words = ("--chat_template=chatml", "--shards=2", "--validation_documents=7", "--deduplicate")
     prepare(source, tmp_path / "data" / "x", *words)
-    prefixes = [tmp_path / "data" / f"x{part}" for part in ("-00000-of-00002", "-00001-of-00002", "_validation")]
+    prefixes = [
+        tmp_path / "data" / f"x{part}"
+        for part in ("-00000-of-00002", "-00001-of-00002", "_validation")
+    ]
     found = [text for prefix in prefixes[:2] for text in _said(prefix, tmp_path / "data" / "x")]
     held_out = _said(prefixes[2], tmp_path / "data" / "x")
     assert len(found) == 30 and len(held_out) == 7 and len({*found, *held_out}) == 37
     assert all(text in ("", *("x" * n + "<|im_end|>" for n in range(1, 37))) for text in found)
-    assert all(main(["--verify", f"{prefix}{part}"]) == 0 for prefix in prefixes for part in ("", "_mask"))
+    assert all(
+        main(["--verify", f"{prefix}{part}"]) == 0 for prefix in prefixes for part in ("", "_mask")
+    )
     assert find_pairs([str(tmp_path / "data")]) == list(map(str, prefixes[:2]))
-    again = parse([str(source), "--output_prefix", str(tmp_path / "again" / "x"), "--num_processes=2", *words], "")
+    again = parse(
+        [
+            str(source),
+            "--output_prefix",
+            str(tmp_path / "again" / "x"),
+            "--num_processes=2",
+            *words,
+        ],
+        "",
+    )
     prepare_corpus(replace(read_options(again), piece_bytes=1500))
-    names = sorted(path.name for path in (tmp_path / "data").iterdir() if path.suffix in (".bin", ".idx"))
+    names = sorted(
+        path.name for path in (tmp_path / "data").iterdir() if path.suffix in (".bin", ".idx")
+    )
     assert len(names) == 12
-    assert all((tmp_path / "again" / x).read_bytes() == (tmp_path / "data" / x).read_bytes() for x in names)
+    assert all(
+        (tmp_path / "again" / x).read_bytes() == (tmp_path / "data" / x).read_bytes() for x in names
+    )
     # Data of another kind in this place leave nothing of the old tokenizer.
     (tmp_path / "a.txt").write_text("text")
     prepare(tmp_path / "a.txt", tmp_path / "data" / "x", "--overwrite")
@@ -419,33 +552,54 @@ def test_every_pair_has_its_mask(tmp_path: Path) -> None:
 
 def _said(prefix: Path, corpus: Path) -> list[str]:
     tokenizer = JsonTokenizer(f"{corpus}.tokenizer.json")
-    return [tokenizer.decode(np.array(tokens)[np.array(mask) == 1], True) for tokens, mask in pairs(prefix)]
+    return [
+        tokenizer.decode(np.array(tokens)[np.array(mask) == 1], True)
+        for tokens, mask in pairs(prefix)
+    ]
 
 
 @pytest.mark.parametrize("order", [{}, {"shuffle_documents": True}, {"truncate_documents": False}])
 def test_packing_keeps_the_mask(tmp_path: Path, order: dict[str, Any]) -> None:
-    """In streams, shuffled documents and whole documents, a label counts if it is of an answer, which has small
-    letters, or ends one."""
-    (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
-    records = [{"messages": [user("Q" * (n + 1)), assistant("abc"[n % 3] * 9), user("R")]} for n in range(20)]
+    """In streams, shuffled documents and whole documents, a label counts if it is of an answer,
+    which has small letters, or ends one."""
+    (tmp_path / "bare.jinja").write_text(
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    records = [
+        {"messages": [user("Q" * (n + 1)), assistant("abc"[n % 3] * 9), user("R")]}
+        for n in range(20)
+    ]
     source = write_lines(tmp_path / "chats.jsonl", records)
     prepare(source, tmp_path / "x", f"--chat_template={tmp_path / 'bare.jinja'}")
-    options: dict[str, Any] = dict(batch_size=4, micro_batch_size=4, sequence_length=40, train_iters=9, vocab_size=257)
-    config = data_config(str(tmp_path / "x"), loss_mask=(str(tmp_path / "x_mask"),), **{**options, **order})
+    options: dict[str, Any] = dict(
+        batch_size=4, micro_batch_size=4, sequence_length=40, train_iters=9, vocab_size=257
+    )
+    config = data_config(
+        str(tmp_path / "x"), loss_mask=(str(tmp_path / "x_mask"),), **{**options, **order}
+    )
     for batch in (batch for step in read_batches(config) for batch in step):
         before, labels = batch.tokens[:, :-1].numpy(), batch.tokens[:, 1:].numpy()
         small = [(array >= ord("a")) & (array <= ord("z")) for array in (before, labels)]
         assert batch.masked is not None
-        np.testing.assert_array_equal(~batch.masked.numpy(), small[1] | ((labels == 256) & small[0]))
+        np.testing.assert_array_equal(
+            ~batch.masked.numpy(), small[1] | ((labels == 256) & small[0])
+        )
 
 
 def test_an_export_carries_the_template(tmp_path: Path) -> None:
-    """transformers renders a conversation with the tokenizer of an export as the data were rendered."""
+    """transformers renders a conversation with the tokenizer of an export as the data were
+    rendered."""
     train_tokenizer(iter(TEXTS * 4), 300, str(tmp_path / "given.json"))
     messages = [{"role": "system", "content": "s"}, user("größer?"), assistant("ja 😀")]
     source = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
     for name in ("chatml", "llama3", "zephyr"):
-        prepare(source, tmp_path / name, "--tokenizer", tmp_path / "given.json", f"--chat_template={name}")
+        prepare(
+            source,
+            tmp_path / name,
+            "--tokenizer",
+            tmp_path / "given.json",
+            f"--chat_template={name}",
+        )
         (tmp_path / f"{name}_export").mkdir()
         copy_tokenizer(tmp_path / f"{name}.tokenizer.json", tmp_path / f"{name}_export")
         theirs = AutoTokenizer.from_pretrained(tmp_path / f"{name}_export")
@@ -455,5 +609,7 @@ def test_an_export_carries_the_template(tmp_path: Path) -> None:
     byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "base.json"))
     prepare(source, tmp_path / "x", "--tokenizer", tmp_path / "base.json", "--chat_template=chatml")
     copied = copy_tokenizer(tmp_path / "x.tokenizer.json", tmp_path / "zephyr_export")
-    assert copied["eos_token_id"] == JsonTokenizer(str(tmp_path / "base.json")).token_id("<|im_end|>")
+    assert copied["eos_token_id"] == JsonTokenizer(str(tmp_path / "base.json")).token_id(
+        "<|im_end|>"
+    )
     assert AutoTokenizer.from_pretrained(tmp_path / "zephyr_export").eos_token == "<|im_end|>"

@@ -1,4 +1,5 @@
-"""fastokens: the ids of `tokenizers` in every text, a wrong id found at the start and in the work, and mended."""
+"""fastokens: the ids of `tokenizers` in every text, a wrong id found at the start and in the work,
+and mended."""
 
 import importlib
 import json
@@ -20,7 +21,15 @@ import pytest
 import tokenizers
 
 from megatron_lite.corpus import tokenizer_choice
-from megatron_lite.corpus.fast_tokenizer import FAST, ODD, PARTS, FastTokenizer, UnfitError, listed, shortened
+from megatron_lite.corpus.fast_tokenizer import (
+    FAST,
+    ODD,
+    PARTS,
+    FastTokenizer,
+    UnfitError,
+    listed,
+    shortened,
+)
 from megatron_lite.corpus.pieces import PieceWriter, make_pieces
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
@@ -31,7 +40,9 @@ from scripts.proof.tokenizer_ids import code_points, differing, stress_texts, wi
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"
 ENDINGS = (".bin", ".idx", ".tokenizer.json")
-OWN_PARTS = [line for line in listed(PARTS) if '"trim_offsets":false' not in line]  # which changes no id
+OWN_PARTS = [
+    line for line in listed(PARTS) if '"trim_offsets":false' not in line
+]  # which changes no id
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
@@ -45,7 +56,13 @@ def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def added(**flags: bool) -> dict[str, Any]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     return {"id": 600, "content": "<x>", **plain, **flags}
 
 
@@ -60,7 +77,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_merges": ({"model": {"ignore_merges": True}}, ""),
     "dropout": ({"model": {"dropout": 0.5}}, ""),
     "truncation": (
-        {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "truncation": {
+                "direction": "Right",
+                "max_length": 5,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            }
+        },
         "",
     ),
     "padding": (
@@ -84,19 +108,40 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
                     {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
                     {"Sequence": {"id": "A", "type_id": 0}},
                 ],
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+                "pair": [
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                    {"Sequence": {"id": "B", "type_id": 1}},
+                ],
+                "special_tokens": {
+                    "<|endoftext|>": {
+                        "id": "<|endoftext|>",
+                        "ids": [0],
+                        "tokens": ["<|endoftext|>"],
+                    }
+                },
             }
         },
         "",
     ),
     "no rule": ({"pre_tokenizer": BYTES}, ""),
-    "space in front": ({"pre_tokenizer": BYTES | {"add_prefix_space": True, "use_regex": True}}, ""),
-    "own rule": ({"pre_tokenizer": sequence(split(r"\d|[aeiou]+\s*"))}, "not known to be exact for .*Split"),
-    "a known rule elsewhere": ({"pre_tokenizer": sequence(split(r"\p{N}{1,3}"))}, "not known to be exact for .*Split"),
+    "space in front": (
+        {"pre_tokenizer": BYTES | {"add_prefix_space": True, "use_regex": True}},
+        "",
+    ),
+    "own rule": (
+        {"pre_tokenizer": sequence(split(r"\d|[aeiou]+\s*"))},
+        "not known to be exact for .*Split",
+    ),
+    "a known rule elsewhere": (
+        {"pre_tokenizer": sequence(split(r"\p{N}{1,3}"))},
+        "not known to be exact for .*Split",
+    ),
     "offsets": ({"pre_tokenizer": BYTES | {"use_regex": True, "trim_offsets": False}}, ""),
     "NFC": ({"normalizer": {"type": "NFC"}}, ""),
-    "replaced": ({"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "xx "}}, "Replace"),
+    "replaced": (
+        {"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "xx "}},
+        "Replace",
+    ),
     "replaced by a rule": (
         {"normalizer": {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "}},
         "not known to be exact for .*Replace",
@@ -110,7 +155,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "no bytes": ({"pre_tokenizer": None}, "models other than BPE with every byte"),
     "unknown characters": ({"pre_tokenizer": None, "model": {"unk_token": "<|endoftext|>"}}, ""),
     "byte_fallback": (
-        {"pre_tokenizer": None, "model": {"byte_fallback": True, "unk_token": "<|endoftext|>", "fuse_unk": True}},
+        {
+            "pre_tokenizer": None,
+            "model": {"byte_fallback": True, "unk_token": "<|endoftext|>", "fuse_unk": True},
+        },
         "",
     ),
 }
@@ -135,7 +183,8 @@ def changed(path: str, folder: Path, **changes: Any) -> str:
     return str(target)
 
 
-# fastokens as `tokenizers` would have it, but for the first id of a text that holds the word in a file.
+# fastokens as `tokenizers` would have it, but for the first id of a text that holds the word in a
+# file.
 STUB = """
 from pathlib import Path
 
@@ -184,7 +233,9 @@ class Wrong:
 
 
 @pytest.fixture
-def stub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrong]:
+def stub(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Wrong]:
     """Install a fastokens that is wrong where the test says so, for inputs of any size."""
     wrong = Wrong(tmp_path_factory.mktemp("stub"))
     with monkeypatch.context() as patch:
@@ -199,14 +250,20 @@ def stub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def corpus(tmp_path: Path) -> Path:
     """2,300 documents, of which number 1,400 holds a word that no other has."""
     path = tmp_path / "x.jsonl"
-    texts = (f"document {n} of {'a zebra in ' if n == 1400 else ''}many: é\n{n * n}" for n in range(2300))
+    texts = (
+        f"document {n} of {'a zebra in ' if n == 1400 else ''}many: é\n{n * n}" for n in range(2300)
+    )
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
-def options(corpus: Path, tokenizer: str, output: Path, library: str = "auto", **changes: Any) -> CorpusOptions:
+def options(
+    corpus: Path, tokenizer: str, output: Path, library: str = "auto", **changes: Any
+) -> CorpusOptions:
     choice = TokenizerChoice(tokenizer, library=library)
-    return replace(CorpusOptions((str(corpus),), str(output / "x"), choice, piece_bytes=20_000), **changes)
+    return replace(
+        CorpusOptions((str(corpus),), str(output / "x"), choice, piece_bytes=20_000), **changes
+    )
 
 
 def files(output: Path) -> dict[str, bytes]:
@@ -216,27 +273,37 @@ def files(output: Path) -> dict[str, bytes]:
 def test_a_wrong_id_is_found_at_the_start(
     corpus: Path, plain: str, tmp_path: Path, stub: Wrong, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line names the smallest text; all tokens come from `tokenizers`. Asked for by name, it is refused."""
+    """One line names the smallest text; all tokens come from `tokenizers`. Asked for by name, it is
+    refused."""
     prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
     stub.word = "\u1680"
     capsys.readouterr()
     summary, _ = prepare(options(corpus, plain, tmp_path / "out"))
     said = capsys.readouterr().err
     assert (
-        said.startswith("tokenizing without fastokens: fastokens has the ids [") and said.count("tokenizing with") == 1
+        said.startswith("tokenizing without fastokens: fastokens has the ids [")
+        and said.count("tokenizing with") == 1
     )
     assert "for '\\u1680', where tokenizers has [" in said
     assert FAST not in summary["versions"] and files(tmp_path / "out") == files(tmp_path / "right")
-    with pytest.raises(UsageError, match=r"_library=fastokens: .* has the ids .*; write auto, or tokenizers"):
+    with pytest.raises(
+        UsageError, match=r"_library=fastokens: .* has the ids .*; write auto, or tokenizers"
+    ):
         prepare(options(corpus, plain, tmp_path / "asked", FAST))
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_wrong_id_in_the_work_is_found_and_mended(
-    corpus: Path, plain: str, tmp_path: Path, stub: Wrong, capsys: pytest.CaptureFixture[str], guarded: bool
+    corpus: Path,
+    plain: str,
+    tmp_path: Path,
+    stub: Wrong,
+    capsys: pytest.CaptureFixture[str],
+    guarded: bool,
 ) -> None:
-    """In the first document of a piece: what was finished is made anew, with the bytes of `tokenizers`, and the next
-    start finds it. A wrong id in a document that is not compared goes out: the test sees a guard, not a repair."""
+    """In the first document of a piece: what was finished is made anew, with the bytes of
+    `tokenizers`, and the next start finds it. A wrong id in a document that is not compared goes
+    out: the test sees a guard, not a repair."""
     prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
     lines = corpus.read_bytes().splitlines(keepends=True)
     piece = sum(map(len, lines[: 1400 if guarded else 1390]))
@@ -247,7 +314,8 @@ def test_a_wrong_id_in_the_work_is_found_and_mended(
     said = capsys.readouterr().err
     assert "tokenizing with fastokens: the ids of proof texts are those of tokenizers" in said
     assert (
-        "for 'zebra', where tokenizers has [" in said and "making all tokens anew with tokenizers" in said
+        "for 'zebra', where tokenizers has [" in said
+        and "making all tokens anew with tokenizers" in said
     ) == guarded
     assert (FAST in summary["versions"]) != guarded
     assert (files(tmp_path / "out") == files(tmp_path / "right")) == guarded
@@ -262,7 +330,8 @@ def test_a_start_goes_on_where_a_killed_one_mended(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It keeps the pieces of `tokenizers`, whatever may serve now; pieces that it cannot use are counted."""
+    """It keeps the pieces of `tokenizers`, whatever may serve now; pieces that it cannot use are
+    counted."""
     prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
     lines = corpus.read_bytes().splitlines(keepends=True)
     piece_bytes = sum(map(len, lines[:1400]))
@@ -290,7 +359,11 @@ def test_a_start_goes_on_where_a_killed_one_mended(
     shutil.rmtree(tmp_path / "out")
     kill()
     prepare(replace(chosen, piece_bytes=piece_bytes // 2))
-    assert re.search(r"^\d finished pieces? of other options or versions: made anew", capsys.readouterr().err, re.M)
+    assert re.search(
+        r"^\d finished pieces? of other options or versions: made anew",
+        capsys.readouterr().err,
+        re.M,
+    )
 
 
 def fill(pipe: int, content: bytes) -> None:
@@ -301,7 +374,8 @@ def fill(pipe: int, content: bytes) -> None:
 def test_a_pipe_is_read_by_tokenizers(
     corpus: Path, plain: str, tmp_path: Path, stub: Wrong, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second reading would find only what the first one has not taken: no wrong id may ask for it."""
+    """A second reading would find only what the first one has not taken: no wrong id may ask for
+    it."""
     prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
     stub.word = "document 0 of"
     reader, writer = os.pipe()
@@ -323,7 +397,8 @@ def test_a_worker_finds_a_wrong_id(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two workers, of which one stops at the second piece; without a wrong id both make the bytes of `tokenizers`."""
+    """Two workers, of which one stops at the second piece; without a wrong id both make the bytes
+    of `tokenizers`."""
     monkeypatch.setattr("megatron_lite.corpus.pieces.LIGHT_BYTES", 0)
     prepare(options(corpus, plain, tmp_path / "right", "tokenizers"))
     lines = corpus.read_bytes().splitlines(keepends=True)
@@ -337,7 +412,8 @@ def test_a_worker_finds_a_wrong_id(
 
 
 def test_a_panic_while_loading(plain: str, stub: Wrong) -> None:
-    """A panic of fastokens derives from BaseException: `tokenizers` serves then, too; Ctrl-C stays what it is."""
+    """A panic of fastokens derives from BaseException: `tokenizers` serves then, too; Ctrl-C stays
+    what it is."""
     raised: list[BaseException] = [BaseException("slice index"), KeyboardInterrupt()]
     source = "class Tokenizer:\n    def from_json_str(content):\n        raise Tokenizer.raised\n"
     (stub.folder / "fastokens.py").write_text(source)
@@ -347,8 +423,11 @@ def test_a_panic_while_loading(plain: str, stub: Wrong) -> None:
             FastTokenizer(JsonTokenizer(plain))
 
 
-def test_the_memory_of_words_is_bounded(plain: str, stub: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fastokens keeps every word that it has seen; after some text it is loaded anew, with the same ids."""
+def test_the_memory_of_words_is_bounded(
+    plain: str, stub: Wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fastokens keeps every word that it has seen; after some text it is loaded anew, with the same
+    ids."""
     monkeypatch.setattr("megatron_lite.corpus.fast_tokenizer.LOADED_CHARACTERS", 1000)
     fast = FastTokenizer(JsonTokenizer(plain))
     first, found = fast._fast, [fast.encode("x" * 400) for _ in range(5)]
@@ -357,11 +436,25 @@ def test_the_memory_of_words_is_bounded(plain: str, stub: Wrong, monkeypatch: py
 
 @pytest.mark.slow
 def test_killed_fifty_times_with_either_library(corpus: Path, plain: str, tmp_path: Path) -> None:
-    """SIGKILL at random moments of starts that draw their library: the bytes of an undisturbed start."""
+    """SIGKILL at random moments of starts that draw their library: the bytes of an undisturbed
+    start."""
     real(plain)
     corpus.write_bytes(corpus.read_bytes() * 40)
-    words = [sys.executable, str(SCRIPT), str(corpus), "--tokenizer", plain, "--num_processes=1", "--output_prefix"]
-    assert subprocess.run([*words, str(tmp_path / "right" / "x"), "--tokenizer_library=tokenizers"]).returncode == 0
+    words = [
+        sys.executable,
+        str(SCRIPT),
+        str(corpus),
+        "--tokenizer",
+        plain,
+        "--num_processes=1",
+        "--output_prefix",
+    ]
+    assert (
+        subprocess.run(
+            [*words, str(tmp_path / "right" / "x"), "--tokenizer_library=tokenizers"]
+        ).returncode
+        == 0
+    )
     draw = random.Random(0)
     output = tmp_path / "out"
     kills = 0
@@ -387,7 +480,14 @@ def test_killed_fifty_times_with_either_library(corpus: Path, plain: str, tmp_pa
 def test_every_thousandth_text_and_long_ones(plain: str, stub: Wrong) -> None:
     """The guard counts through batches, and reads the beginning of a text that is long."""
     fast, texts = FastTokenizer(JsonTokenizer(plain)), ["plain"] * 2500
-    for wrong, found in ((0, True), (1, False), (999, False), (1000, True), (2000, True), (2499, False)):
+    for wrong, found in (
+        (0, True),
+        (1, False),
+        (999, False),
+        (1000, True),
+        (2000, True),
+        (2499, False),
+    ):
         texts[wrong] = "zebra"
         stub.word = "zebra"
         for batch in (300, 2500):
@@ -403,13 +503,20 @@ def test_every_thousandth_text_and_long_ones(plain: str, stub: Wrong) -> None:
 
 
 def test_bytes_that_a_vocabulary_lacks(plain: str, tmp_path: Path) -> None:
-    """GPT-NeoX lacks bytes that UTF-8 never has; without another byte, `tokenizers` serves: its texts would differ."""
+    """GPT-NeoX lacks bytes that UTF-8 never has; without another byte, `tokenizers` serves: its
+    texts would differ."""
     content = json.loads(Path(plain).read_text("utf-8"))
     vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
     for symbols, is_exact in (("ÀÁõö÷øùúûüýþÿ", True), ("Ã", False)):
-        kept = [token for token in sorted(vocabulary, key=vocabulary.get) if not {*token} & {*symbols}]
+        kept = [
+            token for token in sorted(vocabulary, key=vocabulary.get) if not {*token} & {*symbols}
+        ]
         pairs = [pair for pair in merges if not {*"".join(pair)} & {*symbols}]
-        path = changed(plain, tmp_path, model={"vocab": {token: n for n, token in enumerate(kept)}, "merges": pairs})
+        path = changed(
+            plain,
+            tmp_path,
+            model={"vocab": {token: n for n, token in enumerate(kept)}, "merges": pairs},
+        )
         if is_exact:
             assert not list(differing(real(path), stress_texts([], 300)))
         else:
@@ -418,18 +525,25 @@ def test_bytes_that_a_vocabulary_lacks(plain: str, tmp_path: Path) -> None:
 
 
 def test_a_long_s_after_an_apostrophe(tmp_path: Path) -> None:
-    """Rules with (?i:'s) take it for a contraction in Oniguruma only: `tokenizers` encodes batches with such texts."""
+    """Rules with (?i:'s) take it for a contraction in Oniguruma only: `tokenizers` encodes batches
+    with such texts."""
     rule = next(line for line in listed(PARTS) if "(?i:'s" in line)
     content = with_borders(rule, seed=0).library.to_str()
     (tmp_path / "borders.json").write_text(content, "utf-8")
     fast = real(str(tmp_path / "borders.json"))
     text = f"gibt{ODD}of"
-    own = np.frombuffer(fast._fast.encode_batch_flat([text], split_special_tokens=True)[0], np.uint32).tolist()
+    own = np.frombuffer(
+        fast._fast.encode_batch_flat([text], split_special_tokens=True)[0], np.uint32
+    ).tolist()
     assert own != fast.encode(text) == JsonTokenizer(str(tmp_path / "borders.json")).encode(text)
     lines = [json.dumps({"text": words}) + "\n" for words in ("plain words 's", text, "more")]
     (tmp_path / "x.jsonl").write_text("".join(lines))
     for library in ("tokenizers", FAST):
-        prepare(options(tmp_path / "x.jsonl", str(tmp_path / "borders.json"), tmp_path / library, library))
+        prepare(
+            options(
+                tmp_path / "x.jsonl", str(tmp_path / "borders.json"), tmp_path / library, library
+            )
+        )
     assert files(tmp_path / FAST) == files(tmp_path / "tokenizers")
 
 
@@ -445,23 +559,33 @@ def test_where_fastokens_does_not_serve(
 ) -> None:
     """Each reason is one line; whoever asks for fastokens by name gets it as an error."""
     reasons = {"--tokenizer_library says so": options(corpus, plain, tmp_path / "a", "tokenizers")}
-    word_pieces = tokenizers.Tokenizer(tokenizers.models.WordPiece({"</s>": 0, "x": 1}, unk_token="</s>"))
+    word_pieces = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({"</s>": 0, "x": 1}, unk_token="</s>")
+    )
     word_pieces.save(str(tmp_path / "words.json"))
     every_byte = "fastokens is not known to be exact for models other than BPE with every byte in their vocabulary"
     reasons[every_byte] = options(corpus, str(tmp_path / "words.json"), tmp_path / "c")
     capture = list[str]()
-    monkeypatch.setattr("builtins.print", lambda *words, file=None: capture.append(" ".join(map(str, words))))
+    monkeypatch.setattr(
+        "builtins.print", lambda *words, file=None: capture.append(" ".join(map(str, words)))
+    )
     for reason, chosen in reasons.items():
         capture.clear()
         summary, _ = prepare(chosen)
-        assert f"tokenizing without fastokens: {reason}" in capture and FAST not in summary["versions"]
+        assert (
+            f"tokenizing without fastokens: {reason}" in capture and FAST not in summary["versions"]
+        )
     capture.clear()
     prepare(options(corpus, "byte", tmp_path / "b"))
     assert not any("fastokens" in line for line in capture)
-    with pytest.raises(UsageError, match="_library=fastokens: bytes need no library; write auto, or tokenizers"):
+    with pytest.raises(
+        UsageError, match="_library=fastokens: bytes need no library; write auto, or tokenizers"
+    ):
         prepare(options(corpus, "byte", tmp_path / "b", FAST, overwrite=True))
     monkeypatch.setattr(tokenizer_choice.metadata, "distributions", lambda name: iter(()))
-    with pytest.raises(UsageError, match=r"fastokens, which is faster, is not installed: pip install '.\[fast\]'"):
+    with pytest.raises(
+        UsageError, match=r"fastokens, which is faster, is not installed: pip install '.\[fast\]'"
+    ):
         prepare(options(corpus, plain, tmp_path / "d", FAST))
 
 
@@ -472,7 +596,10 @@ def test_a_pair_of_tokenizers_serves_fastokens_too(
     first, is_new = prepare(options(corpus, plain, tmp_path / "out", "tokenizers"))
     assert is_new and prepare(options(corpus, plain, tmp_path / "out")) == (first, False)
     fast, _ = prepare(options(corpus, plain, tmp_path / "fast"))
-    assert fast["versions"] == first["versions"] | {FAST: "0.3.5"} and fast["fingerprint"] != first["fingerprint"]
+    assert (
+        fast["versions"] == first["versions"] | {FAST: "0.3.5"}
+        and fast["fingerprint"] != first["fingerprint"]
+    )
     assert files(tmp_path / "fast") == files(tmp_path / "out")
     with pytest.raises(UsageError, match="exists; choose another --output_prefix"):
         prepare(options(corpus, plain, tmp_path / "fast", "tokenizers"))
@@ -481,8 +608,12 @@ def test_a_pair_of_tokenizers_serves_fastokens_too(
 def test_marks_around_documents(tmp_path: Path, plain: str, stub: Wrong) -> None:
     """Begin and end of documents, empty ones too, stand as `tokenizers` places them."""
     end = JsonTokenizer(plain).end_of_document
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("ab", "c" * 3000, "d e")))
-    for number, (begin, last) in enumerate(((None, None), ("<|endoftext|>", "none"), ("<|endoftext|>", None))):
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("ab", "c" * 3000, "d e"))
+    )
+    for number, (begin, last) in enumerate(
+        ((None, None), ("<|endoftext|>", "none"), ("<|endoftext|>", None))
+    ):
         outputs = []
         for library in ("tokenizers", FAST):
             output = tmp_path / f"{number}{library}"
@@ -502,7 +633,8 @@ def real(path: str, special_tokens: bool = False) -> FastTokenizer:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_have_the_same_ids(plain: str, tmp_path: Path, variant: str) -> None:
-    """One setting of a file each, special tokens as text and as tokens: equal, or not for fastokens."""
+    """One setting of a file each, special tokens as text and as tokens: equal, or not for
+    fastokens."""
     changes, reason = VARIANTS[variant]
     path = changed(plain, tmp_path, **changes)
     for special_tokens in (False, True):
@@ -520,9 +652,12 @@ def test_variants_have_the_same_ids(plain: str, tmp_path: Path, variant: str) ->
 
 @pytest.mark.parametrize("number", range(len(OWN_PARTS)))
 def test_listed_parts_have_the_same_ids(plain: str, tmp_path: Path, number: int) -> None:
-    """Texts of all kinds with each listed part, a pre-tokenizer without a normalizer and with NFC."""
+    """Texts of all kinds with each listed part, a pre-tokenizer without a normalizer and with
+    NFC."""
     part = json.loads(OWN_PARTS[number])
-    is_normalizer = part is not None and ("normalizers" in part or part["type"] in ("NFC", "Replace"))
+    is_normalizer = part is not None and (
+        "normalizers" in part or part["type"] in ("NFC", "Replace")
+    )
     fallback = {} if "ByteLevel" in json.dumps(part) else VARIANTS["byte_fallback"][0]["model"]
     for normalizer in [part] if is_normalizer else [None, {"type": "NFC"}]:
         splits = None if is_normalizer else part
@@ -534,7 +669,8 @@ def test_listed_parts_have_the_same_ids(plain: str, tmp_path: Path, number: int)
 @pytest.mark.parametrize("normalizer", ["", "NFC"])
 @pytest.mark.parametrize("splits", [line for line in OWN_PARTS if "ByteLevel" in line])
 def test_every_code_point(splits: str, normalizer: str) -> None:
-    """Every assigned code point in five contexts, and 7,000 stress texts, where each border shows."""
+    """Every assigned code point in five contexts, and 7,000 stress texts, where each border
+    shows."""
     fast = FastTokenizer(with_borders(splits, len(normalizer), normalizer))
     assert not list(differing(fast, code_points()))
     assert not list(differing(fast, stress_texts(["<|endoftext|>"])))

@@ -1,4 +1,5 @@
-"""Names that listings give and that lead out of their folder: refused by name, before anything is read or written."""
+"""Names that listings give and that lead out of their folder: refused by name, before anything is
+read or written."""
 
 import http.server
 import json
@@ -37,7 +38,11 @@ NAMES = (
 
 def content(folder: Path) -> dict[str, bytes]:
     """Return the files below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,14 +70,17 @@ def test_names_that_only_look_odd_are_copied(server: S3Server, tmp_path: Path) -
     assert sorted(content(copy)) == [".../four.txt", "..one.txt", "a..b/two.txt", "three.txt"]
     for name in ("copied.json", "lock"):
         bucket.put_object(Key=f"own/{name}", Body=b"{}")
-        with pytest.raises(DataError, match=rf"own/{name}: a copy has a file of its own with this name"):
+        with pytest.raises(
+            DataError, match=rf"own/{name}: a copy has a file of its own with this name"
+        ):
             local_copy(f"s3://{bucket.name}/own/*", "data_path", str(tmp_path))
         bucket.Object(f"own/{name}").delete()
 
 
 @pytest.fixture
 def website() -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of a server, and the links of its only page, /web/texts/; all else is a small file."""
+    """Yield the address of a server, and the links of its only page, /web/texts/; all else is a
+    small file."""
     links: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -97,7 +105,9 @@ def website() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_of_links_writes_into_its_copy_only(website: tuple[str, list[str]], tmp_path: Path, name: str) -> None:
+def test_a_page_of_links_writes_into_its_copy_only(
+    website: tuple[str, list[str]], tmp_path: Path, name: str
+) -> None:
     """A link of a page is a name, too."""
     address, links = website
     links += ["one.txt", name]
@@ -107,7 +117,8 @@ def test_a_page_of_links_writes_into_its_copy_only(website: tuple[str, list[str]
 
 
 def _link(place: str, target: str) -> Callable[[Path], None]:
-    """Return what makes a link at a place of the data folder; the target is relative to the test's folder."""
+    """Return what makes a link at a place of the data folder; the target is relative to the test's
+    folder."""
 
     def make(data: Path) -> None:
         (data / place).parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +134,9 @@ LINKS = {
     "lines": _link("a.jsonl", "outside/lines.jsonl"),
     "a neighbor with a longer name": _link("a.txt", "data_2/x.txt"),
     "a relative link": lambda data: (data / "a.txt").symlink_to("../outside/x.txt"),
-    "a link to a link": lambda data: (data / "a.txt").symlink_to(data.parent / "outside" / "to_x.txt"),
+    "a link to a link": lambda data: (data / "a.txt").symlink_to(
+        data.parent / "outside" / "to_x.txt"
+    ),
     "out and in and out": lambda data: (data / "a.txt").symlink_to("../data/../outside/x.txt"),
     "compressed": _link("a.txt.gz", "outside/x.txt"),
     "a table": _link("a.parquet", "outside/x.txt"),
@@ -152,12 +165,15 @@ def test_a_link_in_a_data_folder_stays_inside(data: Path, tmp_path: Path, kind: 
 
 
 def test_patterns_and_pairs_stay_inside(data: Path, tmp_path: Path) -> None:
-    """A pattern reads a folder, too, even through a link to a folder; so does the list of a folder's pairs."""
+    """A pattern reads a folder, too, even through a link to a folder; so does the list of a
+    folder's pairs."""
     (data / "b").symlink_to(tmp_path / "outside")
     for pattern in (f"{data}/*", f"{data}/**/*.txt", f"{data}/?/x.txt", f"{data}/[b]/x.txt"):
         with pytest.raises(DataError, match=rf"{data}/b(/\w+\.txt)?: {OUT} {data}"):
             find_inputs([pattern])
-    assert [Path(file.path).name for file in find_inputs([f"{tmp_path}/d*/*.txt", f"{data}/o*"])] == [
+    assert [
+        Path(file.path).name for file in find_inputs([f"{tmp_path}/d*/*.txt", f"{data}/o*"])
+    ] == [
         "one.txt",
         "x.txt",
         "one.txt",
@@ -173,12 +189,21 @@ def test_patterns_and_pairs_stay_inside(data: Path, tmp_path: Path) -> None:
 
 
 def test_links_that_a_user_names_are_read(data: Path, tmp_path: Path) -> None:
-    """A data folder that is a link, a link by its own name, links inside, and a snapshot in the cache of the hub."""
+    """A data folder that is a link, a link by its own name, links inside, and a snapshot in the
+    cache of the hub."""
     (tmp_path / "mine").symlink_to(data)
     (tmp_path / "mine.txt").symlink_to(tmp_path / "outside" / "x.txt")
     (data / "two.txt").symlink_to("one.txt")
-    files = find_inputs([str(tmp_path / "mine"), str(tmp_path / "mine.txt"), f"{tmp_path}/mine/*.txt"])
-    assert [Path(file.path).name for file in files] == ["one.txt", "two.txt", "mine.txt", "one.txt", "two.txt"]
+    files = find_inputs(
+        [str(tmp_path / "mine"), str(tmp_path / "mine.txt"), f"{tmp_path}/mine/*.txt"]
+    )
+    assert [Path(file.path).name for file in files] == [
+        "one.txt",
+        "two.txt",
+        "mine.txt",
+        "one.txt",
+        "two.txt",
+    ]
     blob = tmp_path / "hub" / "blobs" / "1a2b"
     snapshot = tmp_path / "hub" / "snapshots" / "main" / "data"
     for folder in (blob.parent, snapshot):
@@ -192,16 +217,24 @@ def test_links_that_a_user_names_are_read(data: Path, tmp_path: Path) -> None:
         find_inputs([str(snapshot)])
 
 
-@pytest.mark.parametrize("name", [name.removeprefix("../") for name in NAMES[:8]] + ["/outside/x.txt", "link.arrow"])
-def test_what_a_saved_data_set_and_an_index_list_stays_inside(data: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name.removeprefix("../") for name in NAMES[:8]] + ["/outside/x.txt", "link.arrow"]
+)
+def test_what_a_saved_data_set_and_an_index_list_stays_inside(
+    data: Path, tmp_path: Path, name: str
+) -> None:
     """The data files of `state.json`; the index of shards takes plain names of its folder only."""
     if name.startswith("/"):
         name = str(tmp_path) + name
     (data / "link.arrow").symlink_to(tmp_path / "outside" / "x.txt")
-    (data / "state.json").write_text(json.dumps({"_data_files": [{"filename": "one.txt"}, {"filename": name}]}))
+    (data / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "one.txt"}, {"filename": name}]})
+    )
     with pytest.raises(DataError, match=OUT):
         find_inputs([str(data)])
     index = {"weight_map": {"a": name.replace(".txt", ".safetensors")}}
     (data / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="is not the name of a safetensors file of this folder"):
+    with pytest.raises(
+        CheckpointError, match="is not the name of a safetensors file of this folder"
+    ):
         weight_files(data)

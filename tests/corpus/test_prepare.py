@@ -45,7 +45,9 @@ def write_inputs(folder: Path, lines: int = 60) -> Path:
 
     def documents() -> list[bytes]:
         words = ["alpha", "beta", "é", "gamma\\n"]
-        texts = (" ".join(generator.choices(words, k=generator.randrange(1, 40))) for _ in range(lines))
+        texts = (
+            " ".join(generator.choices(words, k=generator.randrange(1, 40))) for _ in range(lines)
+        )
         return [f'{{"text": "{number} {text}"}}\n'.encode() for number, text in enumerate(texts)]
 
     for name in ("a.jsonl", "b.jsonl"):
@@ -71,29 +73,43 @@ def files(output: Path, prefix: str = "x") -> dict[str, bytes]:
 
 def texts(prefix: Path) -> list[str]:
     dataset = IndexedDataset(str(prefix))
-    return [bytes(dataset.document(n)[:-1].astype("u1")).decode() for n in range(dataset.num_documents)]
+    return [
+        bytes(dataset.document(n)[:-1].astype("u1")).decode() for n in range(dataset.num_documents)
+    ]
 
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_result_does_not_depend_on_processes_or_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_does_not_depend_on_processes_or_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One and three processes, and other pieces, give the same four files and the same messages."""
     inputs = write_inputs(tmp_path / "in")
     results, messages = [], []
     for number, changes in enumerate(({}, {"num_processes": 3}, {"piece_bytes": None})):
         output = tmp_path / str(number)
         _, is_new = prepare(options(inputs, output, deduplicate=True, **changes))
-        assert is_new and sorted(path.name for path in output.iterdir()) == sorted(f"x{ending}" for ending in ENDINGS)
+        assert is_new and sorted(path.name for path in output.iterdir()) == sorted(
+            f"x{ending}" for ending in ENDINGS
+        )
         results.append(files(output))
         lines = capsys.readouterr().err.splitlines()
-        messages.append([line for line in lines if not line.startswith("tokenizing: ")])  # shown on slow machines
+        messages.append(
+            [line for line in lines if not line.startswith("tokenizing: ")]
+        )  # shown on slow machines
     assert all(result == results[0] for result in results[1:])
-    assert messages == [messages[0]] * 3 and any("b.jsonl: line 31: not JSON" in line for line in messages[0])
+    assert messages == [messages[0]] * 3 and any(
+        "b.jsonl: line 31: not JSON" in line for line in messages[0]
+    )
     summary = json.loads(results[0][".summary.json"])
     # Each .jsonl file has one bad line and one repeated document.
-    assert (summary["documents"], summary["duplicates"], summary["skipped"]) == (60 * 3 - 4 + 3, 2, {"not JSON": 2})
+    assert (summary["documents"], summary["duplicates"], summary["skipped"]) == (
+        60 * 3 - 4 + 3,
+        2,
+        {"not JSON": 2},
+    )
 
 
 def prepare_in(folder: Path, chosen: CorpusOptions) -> None:
@@ -116,7 +132,8 @@ def children_in(folder: Path) -> list[int]:
 
 
 def kill_and_finish(tmp_path: Path, kills: int, processes: int) -> None:
-    """Kill starts of one command at random points, then let one finish; compare with an undisturbed result."""
+    """Kill starts of one command at random points, then let one finish; compare with an undisturbed
+    result."""
     inputs = write_inputs(tmp_path / "in")
     prepare(options(inputs, tmp_path / "undisturbed"))
     output, generator = tmp_path / "out" / "files", random.Random(kills)
@@ -144,7 +161,8 @@ def kill_and_finish(tmp_path: Path, kills: int, processes: int) -> None:
 
 
 def test_killed_starts_change_nothing(tmp_path: Path) -> None:
-    """Two kills at random points, with workers: none survives, and the next start ends with the same files."""
+    """Two kills at random points, with workers: none survives, and the next start ends with the
+    same files."""
     kill_and_finish(tmp_path, 2, 2)
 
 
@@ -155,7 +173,9 @@ def test_killed_a_hundred_times(tmp_path: Path, processes: int) -> None:
     kill_and_finish(tmp_path, 50, processes)
 
 
-def test_finished_pieces_are_kept_and_damaged_ones_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_pieces_are_kept_and_damaged_ones_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an interruption only what is missing or damaged is read; the result is the same."""
     inputs = write_inputs(tmp_path / "in")
     prepare(options(inputs, tmp_path / "undisturbed"))
@@ -172,12 +192,15 @@ def test_finished_pieces_are_kept_and_damaged_ones_made_again(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr("megatron_lite.corpus.prepare.remove", lambda folder: None)
         prepare(options(inputs, output))
-    assert [path for path, mtime in before.items() if path.stat().st_mtime_ns != mtime] == [pieces[3]]
+    assert [path for path, mtime in before.items() if path.stat().st_mtime_ns != mtime] == [
+        pieces[3]
+    ]
     assert files(output) == files(tmp_path / "undisturbed")
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed worker ends the command with its name, its signal and what helps; a second start finishes."""
+    """A killed worker ends the command with its name, its signal and what helps; a second start
+    finishes."""
     inputs = write_inputs(tmp_path / "in")
     started: list[BaseProcess] = []
 
@@ -198,7 +221,8 @@ def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_inputs_that_change_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that changes after the plan is an error, and so is a second process at work on the same prefix."""
+    """A file that changes after the plan is an error, and so is a second process at work on the
+    same prefix."""
     inputs = write_inputs(tmp_path / "in")
 
     def find_then_change(*names: Any) -> list[InputFile]:
@@ -218,9 +242,12 @@ def test_inputs_that_change_and_locks(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_documents_are_chosen(tmp_path: Path) -> None:
-    """--max_documents, --validation_documents, --shards and --deduplicate keep order and lose nothing."""
+    """--max_documents, --validation_documents, --shards and --deduplicate keep order and lose
+    nothing."""
     inputs = tmp_path / "x.jsonl"
-    inputs.write_text("".join(json.dumps({"text": f"document {number % 40}"}) + "\n" for number in range(50)))
+    inputs.write_text(
+        "".join(json.dumps({"text": f"document {number % 40}"}) + "\n" for number in range(50))
+    )
     every = [f"document {number}" for number in range(40)]
     prepare(options(inputs, tmp_path / "d", deduplicate=True))
     assert texts(tmp_path / "d" / "x") == every
@@ -237,14 +264,19 @@ def test_documents_are_chosen(tmp_path: Path) -> None:
 
 
 def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
-    """A folder where nobody can make one, and more pairs than documents are one line each; the first was once tried
-    again without an end."""
+    """A folder where nobody can make one, and more pairs than documents are one line each; the
+    first was once tried again without an end."""
     inputs = tmp_path / "x.jsonl"
     inputs.write_text('{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(StorageError, match=r"/proc/x.partial: cannot be created: No such file or directory"):
+    with pytest.raises(
+        StorageError, match=r"/proc/x.partial: cannot be created: No such file or directory"
+    ):
         prepare(replace(options(inputs, tmp_path), output_prefix="/proc/x"))
     for more in ({"shards": 3}, {"validation_documents": 2}):
-        with pytest.raises(UsageError, match="a pair would be empty with 2 documents in total; write smaller numbers"):
+        with pytest.raises(
+            UsageError,
+            match="a pair would be empty with 2 documents in total; write smaller numbers",
+        ):
             prepare(options(inputs, tmp_path / "many", **more))
         assert not (tmp_path / "many" / "x.bin").exists()
 
@@ -253,10 +285,16 @@ def test_begin_and_end_of_documents(tmp_path: Path) -> None:
     """A token before each document, none after it; a token that the tokenizer lacks is refused."""
     (tmp_path / "a.txt").write_text("ab")
     (tmp_path / "b.txt").write_text("c")
-    marks = {(None, None): "ab.c.", ("<|endoftext|>", "none"): ".ab.c", ("none", "<|endoftext|>"): "ab.c."}
+    marks = {
+        (None, None): "ab.c.",
+        ("<|endoftext|>", "none"): ".ab.c",
+        ("none", "<|endoftext|>"): "ab.c.",
+    }
     for number, ((begin, end), expected) in enumerate(marks.items()):
         output = tmp_path / str(number)
-        prepare(options(tmp_path / "{a,b}.txt", output, tokenizer=TokenizerChoice(begin=begin, end=end)))
+        prepare(
+            options(tmp_path / "{a,b}.txt", output, tokenizer=TokenizerChoice(begin=begin, end=end))
+        )
         dataset = IndexedDataset(str(output / "x"))
         tokens = dataset.tokens.read(0, dataset.num_tokens).tolist()
         assert tokens == [256 if character == "." else ord(character) for character in expected]
@@ -266,7 +304,12 @@ def test_begin_and_end_of_documents(tmp_path: Path) -> None:
 
 def test_keys(tmp_path: Path) -> None:
     """A path of keys, a key with a dot in its name, and several keys that are joined."""
-    lines = [{"a": {"b": "inner"}, "t": "title"}, {"a.b": "dotted"}, {"t": "alone", "a": None}, {"t": 5}]
+    lines = [
+        {"a": {"b": "inner"}, "t": "title"},
+        {"a.b": "dotted"},
+        {"t": "alone", "a": None},
+        {"t": 5},
+    ]
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     prepare(options(path, tmp_path / "one", fields=TextFields(("a.b",))))
@@ -281,11 +324,16 @@ def test_an_interrupt_ends_the_workers(
     """Ctrl-C in the middle of the work: code 130, one line, no worker left; the pieces stay."""
     inputs = write_inputs(tmp_path / "in")
     started: list[BaseProcess] = []
-    monkeypatch.setattr(BaseProcess, "start", lambda process: (started.append(process), SPAWN(process)))
+    monkeypatch.setattr(
+        BaseProcess, "start", lambda process: (started.append(process), SPAWN(process))
+    )
     monkeypatch.setattr(ByteProgress, "add", interrupt)
     monkeypatch.setattr("megatron_lite.corpus.pieces.SMALLEST_PIECE_BYTES", 700)
     with loaded("prepare_data") as module:
-        assert module.main([str(inputs), "--output_prefix", str(tmp_path / "x"), "--num_processes=2"]) == 130
+        assert (
+            module.main([str(inputs), "--output_prefix", str(tmp_path / "x"), "--num_processes=2"])
+            == 130
+        )
     assert capsys.readouterr().err == "interrupted; the same command continues where it stopped\n"
     assert len(started) == 2 and all(process.exitcode is not None for process in started)
     assert (tmp_path / "x.partial").is_dir() and not (tmp_path / "x.idx").exists()
@@ -306,4 +354,6 @@ def test_two_runs_prepare_the_same_once(tmp_path: Path) -> None:
         for ending in ENDINGS:  # as if the holder had published
             shutil.copy(tmp_path / "elsewhere" / f"x{ending}", tmp_path / "out")
     other.join()
-    assert [is_new for _, is_new in result] == [False] and not list((tmp_path / "out").glob("*.partial"))
+    assert [is_new for _, is_new in result] == [False] and not list(
+        (tmp_path / "out").glob("*.partial")
+    )

@@ -11,7 +11,13 @@ from megatron_lite.corpus.conversations import conversation_fields
 from megatron_lite.corpus.documents import TextFields
 from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.corpus.prepare import CorpusOptions, prepare
-from megatron_lite.corpus.prepared import check_tokenizer, inspect, known_tokenizer, outdated, verify
+from megatron_lite.corpus.prepared import (
+    check_tokenizer,
+    inspect,
+    known_tokenizer,
+    outdated,
+    verify,
+)
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.errors import DataError
 from tests.support.loading import loaded
@@ -19,24 +25,33 @@ from tests.support.loading import loaded
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    lines = [{"text": "ab" * (10 + number)} for number in range(20)] + [{"text": "\x1b[31m red\nline"}]
+    lines = [{"text": "ab" * (10 + number)} for number in range(20)] + [
+        {"text": "\x1b[31m red\nline"}
+    ]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = CorpusOptions((str(tmp_path / "x.jsonl"),), str(tmp_path / "x"), TokenizerChoice(begin="<|endoftext|>"))
+    options = CorpusOptions(
+        (str(tmp_path / "x.jsonl"),), str(tmp_path / "x"), TokenizerChoice(begin="<|endoftext|>")
+    )
     prepare(options)
     return str(tmp_path / "x")
 
 
 def test_inspect(prefix: str) -> None:
-    """Counts, lengths, frequent tokens, and documents whose control characters cannot steer a terminal."""
+    """Counts, lengths, frequent tokens, and documents whose control characters cannot steer a
+    terminal."""
     shown = "\n".join(inspect(prefix))
     assert "documents         21" in shown and "bytes per token   0.950" in shown
-    assert "  up to          64            14  ####" in shown and "  up to          16             1  ###" in shown
+    assert (
+        "  up to          64            14  ####" in shown
+        and "  up to          16             1  ###" in shown
+    )
     assert "       97   46.65%  'a'" in shown and "document 20: 16 tokens" in shown
     assert r"<|endoftext|>\x1b[31m red\nline<|endoftext|>" in shown and "\x1b" not in shown
 
 
 def test_a_tokenizer_that_is_not_the_datas_is_refused(prefix: str, tmp_path: Path) -> None:
-    """By the summary: one line names both with digest and size. A file that says the same in another form is taken."""
+    """By the summary: one line names both with digest and size. A file that says the same in
+    another form is taken."""
     own = known_tokenizer(prefix + ".tokenizer.json", "the data's own")
     assert check_tokenizer([prefix], 257, own)[0] == check_tokenizer([prefix], 257, None)[0]
     content = json.loads(own.file.read_text())
@@ -49,7 +64,14 @@ def test_a_tokenizer_that_is_not_the_datas_is_refused(prefix: str, tmp_path: Pat
     other = known_tokenizer(str(compact), f"--tokenizer_file={compact}")
     with pytest.raises(DataError) as caught:
         check_tokenizer([prefix], 257, other)
-    facts = (str(compact), other.sha256[:8], prefix, own.sha256[:8], "257 tokens", f"{prefix}.tokenizer.json")
+    facts = (
+        str(compact),
+        other.sha256[:8],
+        prefix,
+        own.sha256[:8],
+        "257 tokens",
+        f"{prefix}.tokenizer.json",
+    )
     assert all(fact in str(caught.value) for fact in facts) and "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"257 tokens.*has more tokens than --vocab_size=256"):
         check_tokenizer([prefix], 256, None)
@@ -58,7 +80,8 @@ def test_a_tokenizer_that_is_not_the_datas_is_refused(prefix: str, tmp_path: Pat
 
 
 def test_verify_finds_every_changed_byte(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped bit anywhere in the four files is found, with exit code 3; an untouched pair gives 0."""
+    """A flipped bit anywhere in the four files is found, with exit code 3; an untouched pair gives
+    0."""
     assert verify(prefix).endswith(
         "21 documents, 836 tokens: index, digests, tokens and tokenizer are as they were written"
     )
@@ -81,7 +104,8 @@ def test_verify_finds_every_changed_byte(prefix: str, capsys: pytest.CaptureFixt
 
 
 def test_verify_checks_tokens_too(prefix: str) -> None:
-    """A summary with the digest of wrong tokens does not help: ids and the ends of documents are checked."""
+    """A summary with the digest of wrong tokens does not help: ids and the ends of documents are
+    checked."""
     summary, path = Path(prefix + ".summary.json"), Path(prefix + ".bin")
     values, tokens = json.loads(summary.read_text()), np.fromfile(path, dtype="<u2")
     for position, token, complaint in (

@@ -22,7 +22,9 @@ TEMPLATE = (
 )
 
 
-def conversation(question: str, name: str, arguments: dict[str, Any], answer: str) -> dict[str, Any]:
+def conversation(
+    question: str, name: str, arguments: dict[str, Any], answer: str
+) -> dict[str, Any]:
     """A record with a tool and a call of it; the arguments' keys differ from record to record."""
     properties = {key: {"type": type(value).__name__} for key, value in arguments.items()}
     function = {"name": name, "arguments": arguments}
@@ -32,7 +34,11 @@ def conversation(question: str, name: str, arguments: dict[str, Any], answer: st
         "meta": {"title": question, "number": len(answer)},
         "messages": [
             {"role": "user", "content": question},
-            {"role": "assistant", "content": answer, "tool_calls": [{"type": "function", "function": function}]},
+            {
+                "role": "assistant",
+                "content": answer,
+                "tool_calls": [{"type": "function", "function": function}],
+            },
         ],
         "tools": [{"type": "function", "function": tool}],
     }
@@ -41,7 +47,9 @@ def conversation(question: str, name: str, arguments: dict[str, Any], answer: st
 RECORDS = [
     conversation("What is the weather in Paris?", "weather", {"city": "Paris"}, "sunny"),
     conversation("What is 1 + 2?", "sum", {"expression": "1+2", "digits": 3}, "3"),
-    conversation("größe? \u2028 \x85", "größe", {"deep": {"list": [1, 2], "flag": True}}, "ünïcode"),
+    conversation(
+        "größe? \u2028 \x85", "größe", {"deep": {"list": [1, 2], "flag": True}}, "ünïcode"
+    ),
     conversation("Nothing to say", "nothing", {"city": "Rome", "flag": False}, "a" * 3000),
     conversation("Empty?", "empty", {}, "yes"),
 ]
@@ -58,17 +66,23 @@ def _pyarrow(path: Path) -> None:
 
 
 def _polars(path: Path) -> None:
-    pytest.importorskip("polars").DataFrame(RECORDS, strict=False, infer_schema_length=None).write_parquet(path)
+    pytest.importorskip("polars").DataFrame(
+        RECORDS, strict=False, infer_schema_length=None
+    ).write_parquet(path)
 
 
 def _polars_ipc(path: Path) -> None:
-    pytest.importorskip("polars").DataFrame(RECORDS, strict=False, infer_schema_length=None).write_ipc(path)
+    pytest.importorskip("polars").DataFrame(
+        RECORDS, strict=False, infer_schema_length=None
+    ).write_ipc(path)
 
 
 def _duckdb(path: Path) -> None:
     lines = path.with_name("duckdb.jsonl")
     _lines(lines)
-    pytest.importorskip("duckdb").sql(f"copy (from read_json('{lines}')) to '{path}' (format parquet)")
+    pytest.importorskip("duckdb").sql(
+        f"copy (from read_json('{lines}')) to '{path}' (format parquet)"
+    )
 
 
 def _duckdb_json(path: Path) -> None:
@@ -85,7 +99,9 @@ def _datasets(path: Path) -> Any:
     lines = path.with_name("datasets.jsonl")
     _lines(lines)
     load = pytest.importorskip("datasets").load_dataset
-    return load("json", data_files=str(lines), split="train", cache_dir=str(path.with_name("cache")))
+    return load(
+        "json", data_files=str(lines), split="train", cache_dir=str(path.with_name("cache"))
+    )
 
 
 def _ipc(form: str) -> Callable[[Path], None]:
@@ -120,7 +136,9 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 def tokens(path: Path, fields: TextFields) -> list[list[int]]:
     """Prepare a file; return the tokens of each document."""
     prefix = str(path.with_name(f"pair of {path.name}, {'_'.join(fields.keys)}"))
-    summary, _ = prepare(CorpusOptions((str(path),), prefix, TokenizerChoice(), fields, strict=True))
+    summary, _ = prepare(
+        CorpusOptions((str(path),), prefix, TokenizerChoice(), fields, strict=True)
+    )
     assert not summary["skipped"]
     pair = IndexedDataset(prefix)
     return [pair.document(number).tolist() for number in range(pair.num_documents)]
@@ -136,7 +154,9 @@ def test_the_same_records_are_the_same_tokens(writer: str, tmp_path: Path) -> No
     lines, path = tmp_path / "lines.jsonl", tmp_path / f"x{ending}"
     _lines(lines)
     write(path)
-    template = conversation_fields(str(tmp_path / "t.jinja"), TextFields(("text",)), TokenizerChoice())
+    template = conversation_fields(
+        str(tmp_path / "t.jinja"), TextFields(("text",)), TokenizerChoice()
+    )
     for fields in (TextFields(("text",)), TextFields(("meta.title",)), template):
         found = tokens(path, fields)
         assert found == tokens(lines, fields) and len(found) == len(RECORDS)
@@ -144,17 +164,29 @@ def test_the_same_records_are_the_same_tokens(writer: str, tmp_path: Path) -> No
 
 
 def test_columns_that_are_no_text(tmp_path: Path) -> None:
-    """Bytes, times and numbers are refused with their type; JSON that is none, and times without a Python type, too."""
+    """Bytes, times and numbers are refused with their type; JSON that is none, and times without a
+    Python type, too."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     now = datetime.datetime(2026, 1, 2, 3)
-    for value, kind in ((b"a", "bytes"), (now, "datetime"), (now.date(), "date"), (1.5, "float"), (["a"], "list")):
+    for value, kind in (
+        (b"a", "bytes"),
+        (now, "datetime"),
+        (now.date(), "date"),
+        (1.5, "float"),
+        (["a"], "list"),
+    ):
         parquet.write_table(arrow.table({"text": [value]}), tmp_path / "x.parquet")
-        with pytest.raises(DataError, match=rf"x.parquet: row 1: no text under the key 'text' \({kind}\)"):
+        with pytest.raises(
+            DataError, match=rf"x.parquet: row 1: no text under the key 'text' \({kind}\)"
+        ):
             tokens(tmp_path / "x.parquet", TextFields(("text",)))
     (tmp_path / "x.jsonl").write_text('{"text": 5}')
     with pytest.raises(DataError, match=r"x.jsonl: line 1: no text under the key 'text' \(int\)"):
         tokens(tmp_path / "x.jsonl", TextFields(("text",)))
     for column in (arrow.array([1], arrow.timestamp("ns")), arrow.array(["{"], arrow.json_())):
         parquet.write_table(arrow.table({"text": column}), tmp_path / "x.parquet")
-        with pytest.raises(DataError, match=r"x.parquet: (damaged or not what its name|row 1: no text under the key)"):
+        with pytest.raises(
+            DataError,
+            match=r"x.parquet: (damaged or not what its name|row 1: no text under the key)",
+        ):
             tokens(tmp_path / "x.parquet", TextFields(("text",)))

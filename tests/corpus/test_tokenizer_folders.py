@@ -1,4 +1,5 @@
-"""A tokenizer folder means what transformers says it means: ids, ends, masks and texts beside its own, or a refusal."""
+"""A tokenizer folder means what transformers says it means: ids, ends, masks and texts beside its
+own, or a refusal."""
 
 import json
 import os
@@ -27,7 +28,15 @@ TEXTS = [
 ]
 CHATS: list[dict[str, Any]] = [
     {"messages": [user("a"), assistant("b <extra>")]},
-    {"messages": [{"role": "system", "content": "s"}, user("größer"), assistant("c\n"), user("d"), assistant("e")]},
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            user("größer"),
+            assistant("c\n"),
+            user("d"),
+            assistant("e"),
+        ]
+    },
     {"messages": [user("1 + 1?"), {**assistant("2"), "reasoning": "because"}], "tools": [TOOL]},
     {"messages": [user("1 + 1?"), {**assistant("2"), "thinking": "so"}, user("x")], "tools": []},
     {"messages": [user("1"), {**assistant("2"), "reasoning_content": "thus", "name": None}]},
@@ -49,14 +58,23 @@ SPLIT = r"\p{N}{1,3}|[^\s\p{N}]+|\s+"  # as no class of transformers
 
 
 def token(content: str, **flags: bool) -> dict[str, Any]:
-    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, **flags}
+    return {
+        "content": content,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+        **flags,
+    }
 
 
 def bytes_and_pairs(pattern: str | None = None) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, "He", "ll", "12", "123", "Ġw", "'t", "nd"]
     merges = [("H", "e"), ("l", "l"), ("1", "2"), ("12", "3"), ("Ġ", "w"), ("'", "t"), ("n", "d")]
-    made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges))
+    made = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges)
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern is not None:
         made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,17 +88,35 @@ def bytes_and_pairs(pattern: str | None = None) -> Tokenizer:
 
 def with_prefix() -> Tokenizer:
     """Like Llama 2's: a prefix, fallback to bytes, <s> before a text."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "H", "e", "l", "o", "He", "<|"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "H",
+        "e",
+        "l",
+        "o",
+        "He",
+        "<|",
+    ]
     made = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, [("H", "e")], unk_token="<unk>",
                                 fuse_unk=True, byte_fallback=True))  # fmt: skip
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
     return made
 
 
 def words() -> Tokenizer:
-    made = Tokenizer(models.WordLevel({"not": 0, "Hello": 1, "world": 2, "end": 3}, unk_token="not"))
+    made = Tokenizer(
+        models.WordLevel({"not": 0, "Hello": 1, "world": 2, "end": 3}, unk_token="not")
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return made
@@ -99,8 +135,11 @@ def with_limits() -> Tokenizer:
     return made
 
 
-def case(build: Callable[[], Tokenizer] = bytes_and_pairs, says: bool | str | None = True, **files: Any) -> Any:
-    """A tokenizer and the files beside it. says: whether they say more than tokenizer.json; a text: the refusal.
+def case(
+    build: Callable[[], Tokenizer] = bytes_and_pairs, says: bool | str | None = True, **files: Any
+) -> Any:
+    """A tokenizer and the files beside it. says: whether they say more than tokenizer.json; a text:
+    the refusal.
 
     None: they do, but only transformers knows.
     """
@@ -111,7 +150,8 @@ def config(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()} | more
 
 
-# Where tokens stand: in the configuration, the map, the list of added tokens, with flags that differ, or null.
+# Where tokens stand: in the configuration, the map, the list of added tokens, with flags that
+# differ, or null.
 CASES: dict[str, Any] = {
     "bare": case(says=False),
     "plain": case(config=config(FAST, EOS), says=False),
@@ -220,7 +260,9 @@ def write(folder: Path, name: str) -> Path:
     (folder / "additional_chat_templates").mkdir(parents=True)
     build().save(str(folder / "tokenizer.json"))
     for key, content in files.items():
-        (folder / NAMES[key]).write_text(content if isinstance(content, str) else json.dumps(content))
+        (folder / NAMES[key]).write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     if "further" not in files:
         (folder / "additional_chat_templates").rmdir()
     return folder
@@ -229,8 +271,11 @@ def write(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "name", [name if name in THIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Documents and conversations as transformers encodes them, also by the files that are written beside the data."""
+def test_ids_ends_and_masks(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Documents and conversations as transformers encodes them, also by the files that are written
+    beside the data."""
     folder, (_, files, says) = write(tmp_path / "T", name), CASES[name]
     source = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     words = ["--tokenizer", folder, "--special_tokens", "--overwrite"]
@@ -249,23 +294,35 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     own = JsonTokenizer(str(tmp_path / "x.tokenizer.json"), special_tokens=True)
     if theirs.eos_token is not None:
         assert own.end_of_document == theirs.eos_token_id
-        names = {name: text for name, text in theirs.special_tokens_map.items() if name.endswith("_token")}
+        names = {
+            name: text
+            for name, text in theirs.special_tokens_map.items()
+            if name.endswith("_token")
+        }
         assert own.named_tokens.items() >= names.items()
     written = tokens_of(tmp_path / "x")
     assert written == [[*ids, own.end_of_document] for ids in expected]
     assert [own.encode(text) for text in TEXTS] == expected
     path = str(folder / "tokenizer.json")
     prompts = load_tokenizer(path, True, said=effective(path))
-    assert [prompts.encode(text, True) for text in TEXTS] == [theirs(text)["input_ids"] for text in TEXTS]
+    assert [prompts.encode(text, True) for text in TEXTS] == [
+        theirs(text)["input_ids"] for text in TEXTS
+    ]
     # Exports of a run, by the tokenizer of its data or by the folder itself.
     for number, file in enumerate((tmp_path / "x.tokenizer.json", folder / "tokenizer.json")):
         (export := tmp_path / f"export{number}").mkdir()
         copied = copy_tokenizer(file, export)
         loaded = transformers.AutoTokenizer.from_pretrained(export, local_files_only=True)
         assert loaded.chat_template == theirs.chat_template
-        assert loaded.eos_token_id == copied["eos_token_id"] and (number or loaded.eos_token_id == own.end_of_document)
-        assert number or [loaded(text, add_special_tokens=False)["input_ids"] for text in TEXTS] == expected
-    # Without transformers: a folder that says no more than its file is as before, any other is refused.
+        assert loaded.eos_token_id == copied["eos_token_id"] and (
+            number or loaded.eos_token_id == own.end_of_document
+        )
+        assert (
+            number
+            or [loaded(text, add_special_tokens=False)["input_ids"] for text in TEXTS] == expected
+        )
+    # Without transformers: a folder that says no more than its file is as before, any other is
+    # refused.
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer_folder, "has_library", lambda: False)
         prepare(source, tmp_path / "y", *words, code=2 if says else 0)
@@ -282,7 +339,10 @@ def test_ids_ends_and_masks(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     marked = MARKED in str(files)
     for chat, (ids, mask) in zip(CHATS, pairs(tmp_path / "z"), strict=True):
         whole = theirs.apply_chat_template(
-            chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=marked
+            chat["messages"],
+            tools=chat.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=marked,
         )
         assert ids == whole["input_ids"]
         assert sum(mask) and (not marked or mask == whole["assistant_masks"])
@@ -297,7 +357,8 @@ def tokens_of(prefix: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_a_damaged_file_beside_is_no_empty_one(tmp_path: Path, name: str, capsys: Any) -> None:
-    """A file that was cut may have named the end of documents: exit code 3. An empty object names nothing."""
+    """A file that was cut may have named the end of documents: exit code 3. An empty object names
+    nothing."""
     bytes_and_pairs().save(str(tmp_path / "tokenizer.json"))
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     for content in ('{"eos_token": "<|im_end|>", ', "", "null"):
@@ -309,7 +370,8 @@ def test_a_damaged_file_beside_is_no_empty_one(tmp_path: Path, name: str, capsys
 
 
 def test_exports_have_no_dropout_of_tokens(tmp_path: Path) -> None:
-    """The tokenizer beside the data, or another that exports carry, gives transformers the same ids each time."""
+    """The tokenizer beside the data, or another that exports carry, gives transformers the same ids
+    each time."""
     with_dropout().save(str(tmp_path / "given.json"))
     (tmp_path / "T").mkdir()
     with_dropout().save(str(tmp_path / "T" / "tokenizer.json"))
@@ -327,21 +389,29 @@ def test_exports_have_no_dropout_of_tokens(tmp_path: Path) -> None:
 
 
 def test_ids_that_the_library_does_not_give(tmp_path: Path, capsys: Any) -> None:
-    """A tokenizer.json may state other ids of added tokens than the library gives; exit code 3 names both."""
+    """A tokenizer.json may state other ids of added tokens than the library gives; exit code 3
+    names both."""
     content = json.loads(bytes_and_pairs().to_str())
     content["added_tokens"][-1]["id"] += 7
     (tmp_path / "t.json").write_text(json.dumps(content))
     prepare(
-        write_lines(tmp_path / "a.jsonl", [{"text": "x"}]), tmp_path / "x", f"--tokenizer={tmp_path / 't.json'}", code=3
+        write_lines(tmp_path / "a.jsonl", [{"text": "x"}]),
+        tmp_path / "x",
+        f"--tokenizer={tmp_path / 't.json'}",
+        code=3,
     )
     assert "states the id 272 for <|im_end|>, which tokenizers gives 265" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(["vocab.json", "merges.txt"], marks=pytest.mark.slow), ["tokenizer.model"]]
+    "names",
+    [pytest.param(["vocab.json", "merges.txt"], marks=pytest.mark.slow), ["tokenizer.model"]],
 )
-def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], capsys: Any) -> None:
-    """For a folder without one, and for the other file itself; for vocab.json and merges.txt the line is run."""
+def test_the_line_that_makes_a_tokenizer_json(
+    tmp_path: Path, names: list[str], capsys: Any
+) -> None:
+    """For a folder without one, and for the other file itself; for vocab.json and merges.txt the
+    line is run."""
     folder = tmp_path / "T"
     folder.mkdir()
     bytes_and_pairs().model.save(str(folder))
@@ -356,7 +426,9 @@ def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], 
         assert names[0] in line and line.count("\n") == 1
     if names == ["tokenizer.model"]:
         return
-    command = shlex.split(line[line.index("python -c") :].replace("FOLDER", str(folder)).replace("NEW", f"{folder}2"))
+    command = shlex.split(
+        line[line.index("python -c") :].replace("FOLDER", str(folder)).replace("NEW", f"{folder}2")
+    )
     subprocess.run([sys.executable, *command[1:]], check=True)
     prepare(source, tmp_path / "x", f"--tokenizer={folder}2")
     assert (
@@ -365,46 +437,76 @@ def test_the_line_that_makes_a_tokenizer_json(tmp_path: Path, names: list[str], 
     )
 
 
-def test_code_of_its_own_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The words of transformers there advise an argument, and a page on the web, that help nobody here."""
+def test_code_of_its_own_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words of transformers there advise an argument, and a page on the web, that help nobody
+    here."""
     folder = tmp_path / "T"
     folder.mkdir()
     bytes_and_pairs().save(str(folder / "tokenizer.json"))
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
-    prepare(write_lines(tmp_path / "a.jsonl", [{"text": "Hello"}]), tmp_path / "x", f"--tokenizer={folder}", code=3)
+    prepare(
+        write_lines(tmp_path / "a.jsonl", [{"text": "Hello"}]),
+        tmp_path / "x",
+        f"--tokenizer={folder}",
+        code=3,
+    )
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "its own code, which is never run" in line and "trust_remote_code" not in line
+    assert (
+        line.count("\n") == 1
+        and "its own code, which is never run" in line
+        and "trust_remote_code" not in line
+    )
 
 
 def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name of the hub in the configuration, a missing file and code elsewhere lead to no connection."""
+    """A name of the hub in the configuration, a missing file and code elsewhere lead to no
+    connection."""
     (tmp_path / "sitecustomize.py").write_text(
         "import socket\ndef refuse(*_, **__):\n    raise SystemExit('a connection')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
     )
     folder = write(tmp_path / "T", "bos only in the configuration")
-    said = {"_name_or_path": "some/model", "model_type": "mistral", "transformers_version": "4.40.0"}
+    said = {
+        "_name_or_path": "some/model",
+        "model_type": "mistral",
+        "transformers_version": "4.40.0",
+    }
     (folder / "config.json").write_text(json.dumps(said))
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
-    words = [str(source), f"--output_prefix={tmp_path / 'x'}", f"--tokenizer={folder}", "--num_processes=1"]
+    words = [
+        str(source),
+        f"--output_prefix={tmp_path / 'x'}",
+        f"--tokenizer={folder}",
+        "--num_processes=1",
+    ]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    code = (
-        f"from megatron_lite.cli.prepare_data import main\nif __name__ == '__main__': raise SystemExit(main({words}))"
-    )
+    code = f"from megatron_lite.cli.prepare_data import main\nif __name__ == '__main__': raise SystemExit(main({words}))"
     (tmp_path / "start.py").write_text(code)
-    done = subprocess.run([sys.executable, str(tmp_path / "start.py")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "start.py")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_unknown_tokens_are_counted(tmp_path: Path, capsys: Any) -> None:
     """Their share is printed, and above 1 % a warning; a byte-level tokenizer knows everything."""
     words().save(str(tmp_path / "words.json"))
-    for text, share in (("Hello world x end", "20.00%"), ("Hello world " * 200 + "x", "0.25%"), ("end", None)):
+    for text, share in (
+        ("Hello world x end", "20.00%"),
+        ("Hello world " * 200 + "x", "0.25%"),
+        ("end", None),
+    ):
         source = write_lines(tmp_path / "a.jsonl", [{"text": text}])
         prepare(source, tmp_path / "x", f"--tokenizer={tmp_path / 'words.json'}", "--overwrite")
         said = capsys.readouterr()
-        assert (f"unknown tokens    1 ({share})" in said.out) == (share is not None) == ("unknown tokens" in said.out)
+        assert (
+            (f"unknown tokens    1 ({share})" in said.out)
+            == (share is not None)
+            == ("unknown tokens" in said.out)
+        )
         assert ("WARNING: the tokenizer does not know 20.00%" in said.err) == (share == "20.00%")
 
 

@@ -12,10 +12,19 @@ from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
 from tests.support.token_files import write_documents
 
 pytest.importorskip("megatron")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")]  # slow to import
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning"),
+]  # slow to import
 
 # Each document has one or more sequences; some are empty.
-DOCUMENTS: list[list[list[int]]] = [[[5, 1, 2], [7]], [[]], [[9, 8, 7, 6, 5, 4]], [[3, 3], [], [1]], [[]]]
+DOCUMENTS: list[list[list[int]]] = [
+    [[5, 1, 2], [7]],
+    [[]],
+    [[9, 8, 7, 6, 5, 4]],
+    [[3, 3], [], [1]],
+    [[]],
+]
 SEQUENCES = [sequence for document in DOCUMENTS for sequence in document]
 
 
@@ -32,13 +41,17 @@ def build(theirs: Any, prefix: Path, dtype: str) -> None:
     """Write the documents with megatron-core."""
     builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     for document in DOCUMENTS:
-        builder.add_document(torch.tensor([token for one in document for token in one]), [len(one) for one in document])
+        builder.add_document(
+            torch.tensor([token for one in document for token in one]),
+            [len(one) for one in document],
+        )
     builder.finalize(f"{prefix}.idx")
 
 
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES.values())
 def test_both_read_what_the_other_writes(theirs: Any, tmp_path: Path, dtype: str) -> None:
-    """Every sequence, of every dtype; from documents of one sequence each, both write the same bytes."""
+    """Every sequence, of every dtype; from documents of one sequence each, both write the same
+    bytes."""
     build(theirs, tmp_path / "theirs", dtype)
     ours = IndexedDataset(str(tmp_path / "theirs"))
     assert [ours.document(number).tolist() for number in range(ours.num_documents)] == SEQUENCES

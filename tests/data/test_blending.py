@@ -1,4 +1,5 @@
-"""Blends: the stated error bound in every prefix, and indices that count up within each data set."""
+"""Blends: the stated error bound in every prefix, and indices that count up within each data
+set."""
 
 import random
 
@@ -23,10 +24,15 @@ WEIGHTS = [
 
 
 def max_error(blend: Blend, num_samples: int) -> float:
-    """Bound the distance of a data set's count from `due`, as the documentation of `Blend` derives it."""
+    """Bound the distance of a data set's count from `due`, as the documentation of `Blend` derives
+    it."""
 
     def below(node: int) -> list[int]:
-        return [-1 - node] if node < 0 else [dataset for child in blend._child_table[node] for dataset in below(child)]
+        return (
+            [-1 - node]
+            if node < 0
+            else [dataset for child in blend._child_table[node] for dataset in below(child)]
+        )
 
     def roundings(node: int, own: float) -> float:
         """The error of the worst leaf below a node, whose own error is `own`."""
@@ -45,7 +51,8 @@ def max_error(blend: Blend, num_samples: int) -> float:
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=range(len(WEIGHTS)))
 def test_counts_stay_within_the_stated_error(weights: list[float]) -> None:
-    """In every prefix of 5,000 samples each data set has its share within `max_error`, and its indices run 0, 1, 2."""
+    """In every prefix of 5,000 samples each data set has its share within `max_error`, and its
+    indices run 0, 1, 2."""
     blend = Blend(weights)
     count = 5000
     datasets, indices = blend.locate(np.arange(count))
@@ -59,7 +66,8 @@ def test_counts_stay_within_the_stated_error(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:10])
 def test_bound_holds_far_out(weights: list[float]) -> None:
-    """Near the largest index, where the 32-bit shares count, the index within a data set shows how many came before."""
+    """Near the largest index, where the 32-bit shares count, the index within a data set shows how
+    many came before."""
     blend = Blend(weights)
     first = MAX_SAMPLES - 2000
     datasets, indices = blend.locate(np.arange(first, MAX_SAMPLES))
@@ -70,10 +78,13 @@ def test_bound_holds_far_out(weights: list[float]) -> None:
 
 
 def test_a_blend_is_a_pure_function_of_the_index() -> None:
-    """Indices give the same answer one by one and in any order; scaled weights give the same blend."""
+    """Indices give the same answer one by one and in any order; scaled weights give the same
+    blend."""
     blend, scaled = Blend([3, 1, 2]), Blend([300, 100, 200])
     whole = np.stack(blend.locate(np.arange(500)))
-    assert (np.stack([np.concatenate(blend.locate(np.array([i]))) for i in range(500)], axis=1) == whole).all()
+    assert (
+        np.stack([np.concatenate(blend.locate(np.array([i]))) for i in range(500)], axis=1) == whole
+    ).all()
     assert (np.stack(scaled.locate(np.arange(500)[::-1]))[:, ::-1] == whole).all()
 
 
@@ -92,29 +103,41 @@ def changing(case: int) -> Blend:
         drawn = [generator.choice([0.0, 1.0, generator.random() ** 4, 1e-9]) for _ in range(count)]
         return drawn if sum(drawn) > 0 else [1.0] * count
 
-    firsts = sorted(generator.sample(range(1, generator.choice([30, 400, 2500])), generator.randint(1, 8)))
+    firsts = sorted(
+        generator.sample(range(1, generator.choice([30, 400, 2500])), generator.randint(1, 8))
+    )
     return Blend(weights(), [(first, weights()) for first in firsts])
 
 
-@pytest.mark.parametrize("cases", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)]
+)
 def test_weights_that_change(cases: range) -> None:
-    """In every prefix each data set has the sum of its weights within `max_error`, and its indices run 0, 1, 2."""
+    """In every prefix each data set has the sum of its weights within `max_error`, and its indices
+    run 0, 1, 2."""
     for case in cases:
         blend, count = changing(case), 3000
         datasets, indices = blend.locate(np.arange(count))
         counts = np.cumsum(datasets[:, None] == np.arange(blend.num_datasets), axis=0)
         assert (counts[np.arange(count), datasets] - 1 == indices).all()
-        errors = [np.abs(counts[place - 1] - blend.due(place)).max() for place in range(1, count + 1, 53)]
+        errors = [
+            np.abs(counts[place - 1] - blend.due(place)).max() for place in range(1, count + 1, 53)
+        ]
         assert max(errors) <= max_error(blend, count)
         if blend.num_datasets <= 3:
             assert max_error(blend, count) < 1.01
 
 
 def test_a_change_of_two_weights_is_exact() -> None:
-    """A data set begins and ends at the very sample; far out, where the shares are rounded, the counts still fit."""
+    """A data set begins and ends at the very sample; far out, where the shares are rounded, the
+    counts still fit."""
     blend = Blend([1, 0], [(1000, [0, 1]), (3000, [1, 1])])
     datasets, _ = blend.locate(np.arange(4000))
-    assert (datasets[:1000] == 0).all() and (datasets[1000:3000] == 1).all() and datasets[3000:].sum() == 500
+    assert (
+        (datasets[:1000] == 0).all()
+        and (datasets[1000:3000] == 1).all()
+        and datasets[3000:].sum() == 500
+    )
     blend = Blend([0.3, 0.5, 0.2], [(10**9, [0.1, 0.2, 0.7]), (3 * 10**9, [1, 1, 1])])
     first = MAX_SAMPLES - 1000
     datasets, indices = blend.locate(np.arange(first, MAX_SAMPLES))
@@ -128,5 +151,7 @@ def test_a_change_of_two_weights_is_exact() -> None:
 def test_a_change_leaves_the_samples_before_it_alone() -> None:
     """A run may get a change for later; of two data sets not one sample before it moves."""
     plain, changed = Blend([0.37, 0.63]), Blend([0.37, 0.63], [(2000, [0.9, 0.1])])
-    for whole, part in zip(plain.locate(np.arange(2000)), changed.locate(np.arange(2000)), strict=True):
+    for whole, part in zip(
+        plain.locate(np.arange(2000)), changed.locate(np.arange(2000)), strict=True
+    ):
         assert (whole == part).all()

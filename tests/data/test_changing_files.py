@@ -22,8 +22,12 @@ LENGTH = 16
 @pytest.fixture
 def reader(tmp_path: Path) -> StreamReader:
     """A reader of one data set that knows its documents."""
-    dataset = IndexedDataset(write_documents(tmp_path / "x", [[number] * number for number in range(50)]))
-    stream = Stream(dataset, FileOrder(dataset, range(50), True), StreamSampler(dataset.num_tokens, LENGTH, 1))
+    dataset = IndexedDataset(
+        write_documents(tmp_path / "x", [[number] * number for number in range(50)])
+    )
+    stream = Stream(
+        dataset, FileOrder(dataset, range(50), True), StreamSampler(dataset.num_tokens, LENGTH, 1)
+    )
     return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
 
 
@@ -54,7 +58,8 @@ def replace(path: Path) -> None:
 def test_other_data_ends_the_run(
     tmp_path: Path, reader: StreamReader, change: Callable[[Path], None], fact: str, ending: str
 ) -> None:
-    """The next micro-batch is an error that names the file, whichever file it is and however it changed."""
+    """The next micro-batch is an error that names the file, whichever file it is and however it
+    changed."""
     reader.read(0, 4)
     change(tmp_path / f"x.{ending}")
     with pytest.raises(DataError, match=rf"x\.{ending}: .*{fact}"):
@@ -73,7 +78,8 @@ def test_a_change_before_the_first_batch_is_noticed(tmp_path: Path, reader: Stre
 
 
 def test_another_date_or_place_is_a_warning(tmp_path: Path, reader: StreamReader) -> None:
-    """`touch` and a restored copy change no data: one warning for each, and the same samples as before."""
+    """`touch` and a restored copy change no data: one warning for each, and the same samples as
+    before."""
     before = reader.read(0, 8)
     assert before.warnings == ()
     os.utime(tmp_path / "x.bin", (0, 0))

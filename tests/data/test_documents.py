@@ -1,6 +1,8 @@
-"""The documents in samples with --cross_document_attention=0, compared with files read by brute force.
+"""The documents in samples with --cross_document_attention=0, compared with files read by brute
+force.
 
-All tokens of a test's data sets differ from each other, so a token tells which place in which file it was read from.
+All tokens of a test's data sets differ from each other, so a token tells which place in which file
+it was read from.
 """
 
 import functools
@@ -33,7 +35,8 @@ LAYOUTS: dict[str, list[int]] = {
 
 
 def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str, int]]:
-    """Return the document of each token, from the bytes of the files as the format describes them."""
+    """Return the document of each token, from the bytes of the files as the format describes
+    them."""
     index, tokens = Path(prefix + ".idx").read_bytes(), np.fromfile(prefix + ".bin", dtype).tolist()
     (count,) = struct.unpack_from("<Q", index, 18)
     sizes = struct.unpack_from(f"<{count}i", index, 34)
@@ -42,7 +45,8 @@ def documents_of_tokens(prefix: str, dtype: str = "<i4") -> dict[int, tuple[str,
 
 
 def expected_starts(tokens: torch.Tensor, documents: dict[int, tuple[str, int]]) -> list[int]:
-    """Return where pieces begin in the flattened inputs of (b, s + 1) tokens, and where the last one ends."""
+    """Return where pieces begin in the flattened inputs of (b, s + 1) tokens, and where the last
+    one ends."""
     lengths = [
         len(list(piece))
         for sample in tokens[:, :-1].tolist()
@@ -87,28 +91,39 @@ def test_pieces_are_those_of_the_files(tmp_path: Path, layout: str) -> None:
     for rank in range(2):
         for batch in read(values, rank=rank, world_size=2):
             assert starts(batch) == expected_starts(batch.tokens, documents)
-            assert set(range(0, 3 * LENGTH + 1, LENGTH)) <= set(starts(batch)), "a piece spans two samples"
+            assert set(range(0, 3 * LENGTH + 1, LENGTH)) <= set(starts(batch)), (
+                "a piece spans two samples"
+            )
 
 
 def test_every_phase_has_its_documents(tmp_path: Path) -> None:
-    """Splits begin in the middle of the file, and bytes of the index become tokens by the width of the token dtype."""
-    for dtype, phase in itertools.product(("<u2", "<i4", "<i8"), ("training", "validation", "test")):
+    """Splits begin in the middle of the file, and bytes of the index become tokens by the width of
+    the token dtype."""
+    for dtype, phase in itertools.product(
+        ("<u2", "<i4", "<i8"), ("training", "validation", "test")
+    ):
         prefix = write_counting(tmp_path / f"{dtype}{phase}", LAYOUTS["mixed"], dtype)
         documents = documents_of_tokens(prefix, dtype)
         for batch in read(
-            config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2), phase=phase, count=2
+            config(prefix, split=(5.0, 3.0, 2.0), validation_iters=2, test_iters=2),
+            phase=phase,
+            count=2,
         ):
             assert starts(batch) == expected_starts(batch.tokens, documents)
 
 
 def test_blends_workers_and_resume(tmp_path: Path) -> None:
-    """With two data sets of different dtypes, workers deliver what the process itself reads, from any iteration on."""
+    """With two data sets of different dtypes, workers deliver what the process itself reads, from
+    any iteration on."""
     first = write_counting(tmp_path / "a", LAYOUTS["mixed"], "<u2")
     second = write_counting(tmp_path / "b", LAYOUTS["longer than samples"], "<i4", base=5000)
     documents = {**documents_of_tokens(first, "<u2"), **documents_of_tokens(second)}
     data_path = ("0.3", first, "0.7", second)
     whole = read(config(*data_path))
-    assert {token >= 5000 for batch in whole for token in batch.tokens[:, 0].tolist()} == {True, False}
+    assert {token >= 5000 for batch in whole for token in batch.tokens[:, 0].tolist()} == {
+        True,
+        False,
+    }
     for batch in whole:
         assert starts(batch) == expected_starts(batch.tokens, documents)
     resumed = read(config(*data_path, num_workers=2), done=3)
@@ -118,7 +133,8 @@ def test_blends_workers_and_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["list", "random"])
 def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
-    """The option does not change tokens; switched on, it looks nothing up. A random sample is one document."""
+    """The option does not change tokens; switched on, it looks nothing up. A random sample is one
+    document."""
     prefix = write_counting(tmp_path / "x", LAYOUTS["mixed"])
     crossing = read(config(prefix, dataset_source=source, cross_document_attention=True))
     apart = read(config(prefix, dataset_source=source))
@@ -129,20 +145,34 @@ def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
 
 
 def test_flags_that_find_no_borders_are_told(tmp_path: Path) -> None:
-    """One document, or ends of documents inside of them, with any such flag; a conversation may have them."""
+    """One document, or ends of documents inside of them, with any such flag; a conversation may
+    have them."""
     documents = [[*range(10), 256] * 3, [*range(40), 256]] * 4
     good, bad = [[*range(30), 256]] * 8, write_documents(tmp_path / "bad", documents)
     one = write_documents(tmp_path / "one", [list(range(200))])
     good = write_documents(tmp_path / "good", good)
-    mask = write_documents(tmp_path / "mask", [[1] * len(document) for document in documents], "|u1")
+    mask = write_documents(
+        tmp_path / "mask", [[1] * len(document) for document in documents], "|u1"
+    )
 
     def told(*paths: str, **values: Any) -> list[str]:
-        fixed: dict[str, Any] = {"sequence_length": LENGTH, "batch_size": 1, "train_iters": 2, "vocab_size": 257}
+        fixed: dict[str, Any] = {
+            "sequence_length": LENGTH,
+            "batch_size": 1,
+            "train_iters": 2,
+            "vocab_size": 257,
+        }
         source = open_data(data_config(*paths, **{**fixed, **values}), 0, 1)
         source.close()
-        return [line.partition(":")[0] for line in source.warnings if "--split_documents_at" in line]
+        return [
+            line.partition(":")[0] for line in source.warnings if "--split_documents_at" in line
+        ]
 
-    for flags in ({"cross_document_attention": False}, {"reset_position_ids": True}, {"mask_document_starts": True}):
+    for flags in (
+        {"cross_document_attention": False},
+        {"reset_position_ids": True},
+        {"mask_document_starts": True},
+    ):
         assert told("1", one, "1", bad, "1", good, tokenizer_file="byte", **flags) == [one, bad]
         assert told("1", one, "1", bad, **flags) == [one]
         assert told(bad, loss_mask=(mask,), tokenizer_file="byte", **flags) == []

@@ -1,4 +1,5 @@
-"""Which samples an evaluation reads: a function of the data set alone, by an independent computation of the order."""
+"""Which samples an evaluation reads: a function of the data set alone, by an independent
+computation of the order."""
 
 import functools
 import hashlib
@@ -15,7 +16,13 @@ from megatron_lite.validation import resolve
 from tests.support.token_files import data_config, write_counting
 
 LENGTH, BATCH = 16, 4
-SIZES = {"batch_size": BATCH, "micro_batch_size": 2, "sequence_length": LENGTH, "vocab_size": 30_000, "train_iters": 0}
+SIZES = {
+    "batch_size": BATCH,
+    "micro_batch_size": 2,
+    "sequence_length": LENGTH,
+    "vocab_size": 30_000,
+    "train_iters": 0,
+}
 config = functools.partial(data_config, **SIZES)
 WORD = 2**64
 
@@ -41,8 +48,11 @@ def place(slot: int, key: int, size: int) -> int:
             return slot
 
 
-def starts(num_tokens: int, samples: int, seed: int = 1234, phase: str = "validation", number: int = 0) -> list[int]:
-    """The first tokens of the first samples of a stream, by the recipe of docs/samples.md, by hand."""
+def starts(
+    num_tokens: int, samples: int, seed: int = 1234, phase: str = "validation", number: int = 0
+) -> list[int]:
+    """The first tokens of the first samples of a stream, by the recipe of docs/samples.md, by
+    hand."""
     text = f"str:sample order\0int:{seed}\0str:{phase}\0int:{number}"
     own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     size, rest = divmod(num_tokens - 1, LENGTH)
@@ -56,7 +66,8 @@ def starts(num_tokens: int, samples: int, seed: int = 1234, phase: str = "valida
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, str]:
-    """Data sets of other sizes, whose tokens count up from 0, 5,000 and 10,000, so that a token tells its place."""
+    """Data sets of other sizes, whose tokens count up from 0, 5,000 and 10,000, so that a token
+    tells its place."""
     sizes = {"a": [50] * 20, "b": [37] * 9, "c": [211] * 4}
     return {
         name: write_counting(tmp_path / name, documents, "<u2", 5000 * number)
@@ -88,13 +99,18 @@ def expected(name: str, samples: int, **origin: Any) -> list[int]:
 
 @pytest.mark.parametrize("count", [3, "all"])
 def test_one_set_for_any_seed(count: Any, sets: dict[str, str]) -> None:
-    """N batches and the whole set, as a share of the data or as a set of its own, in validation and test."""
+    """N batches and the whole set, as a share of the data or as a set of its own, in validation and
+    test."""
     samples = (TOKENS["b"] - 1) // LENGTH if count == "all" else 3 * BATCH
     wanted = expected("b", samples)
     assert len(set(wanted)) == min(samples, 20)
     kinds = ("validation_iters", "test_iters") if count != "all" else ("validation_iters",)
     for seed, iters in itertools.product((1234, 99), kinds):
-        phase, split = ("validation", (0.0, 1.0, 0.0)) if iters == "validation_iters" else ("test", (0.0, 0.0, 1.0))
+        phase, split = (
+            ("validation", (0.0, 1.0, 0.0))
+            if iters == "validation_iters"
+            else ("test", (0.0, 0.0, 1.0))
+        )
         shared = config(sets["b"], seed=seed, split=split, **{iters: count})
         assert firsts(phase, {"config": shared}) == wanted
         flag = "valid_data_path" if phase == "validation" else "test_data_path"
@@ -103,7 +119,8 @@ def test_one_set_for_any_seed(count: Any, sets: dict[str, str]) -> None:
 
 
 def test_each_set_of_a_blend_at_any_place(sets: dict[str, str]) -> None:
-    """Alone it is read as it would be without the others; in the blend, too, as far as its share goes."""
+    """Alone it is read as it would be without the others; in the blend, too, as far as its share
+    goes."""
     for paths, (count, seed) in itertools.product(("abc", "cab"), ((2, 7), ("all", 99))):
         blend = tuple(word for name in paths for word in ("1", sets[name]))
         values = config(sets["a"], seed=seed, valid_data_path=blend, validation_iters=count)
@@ -120,7 +137,11 @@ def test_a_run_of_an_earlier_version_keeps_its_order(sets: dict[str, str]) -> No
     """Seed, phase and place decide, as they did."""
     blend = ("1", sets["b"], "1", sets["c"])
     for seed, (phase, flag, iters) in itertools.product(
-        (1234, 99), (("validation", "valid_data_path", "validation_iters"), ("test", "test_data_path", "test_iters"))
+        (1234, 99),
+        (
+            ("validation", "valid_data_path", "validation_iters"),
+            ("test", "test_data_path", "test_iters"),
+        ),
     ):
         values = config(sets["a"], seed=seed, **{flag: blend, iters: 2})
         for number, name in enumerate("bc"):
@@ -132,15 +153,26 @@ def test_training_keeps_its_seed(sets: dict[str, str]) -> None:
     """The order of training samples has not changed."""
     for order, seed in itertools.product(("data", "seed"), (1234, 99)):
         values = config(sets["b"], seed=seed, train_iters=3)
-        assert firsts("training", {"config": values}, order) == expected("b", 12, seed=seed, phase="training")
+        assert firsts("training", {"config": values}, order) == expected(
+            "b", 12, seed=seed, phase="training"
+        )
 
 
-@pytest.mark.parametrize("options", [{"truncate_documents": False}, {"dataset_source": "random", "data_path": ()}])
+@pytest.mark.parametrize(
+    "options", [{"truncate_documents": False}, {"dataset_source": "random", "data_path": ()}]
+)
 def test_other_kinds_of_samples(options: dict[str, Any], sets: dict[str, str]) -> None:
-    """Packed documents and random tokens depend on no seed, either, but in the order of an earlier version."""
+    """Packed documents and random tokens depend on no seed, either, but in the order of an earlier
+    version."""
 
     def read(seed: int, order: str = "data") -> list[int]:
-        values = {"split": (0.0, 1.0, 0.0), "validation_iters": 3, "seed": seed, "sequence_length": 40, **options}
+        values = {
+            "split": (0.0, 1.0, 0.0),
+            "validation_iters": 3,
+            "seed": seed,
+            "sequence_length": 40,
+            **options,
+        }
         paths: Iterable[str] = values.pop("data_path", (sets["b"],))
         return firsts("validation", {"config": config(*paths, **values)}, order)
 

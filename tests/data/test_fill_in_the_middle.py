@@ -1,4 +1,5 @@
-"""Fill-in-the-middle: nothing is lost, the shares are those asked for, and samples depend on seed and index only."""
+"""Fill-in-the-middle: nothing is lost, the shares are those asked for, and samples depend on seed
+and index only."""
 
 import itertools
 from pathlib import Path
@@ -14,7 +15,12 @@ from megatron_lite.data.fill_in_the_middle import Draws, FillInTheMiddle
 from megatron_lite.data.tokenizing import JsonTokenizer, train_tokenizer
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.validation import resolve
-from tests.support.token_files import data_config, read_batches, save_byte_tokenizer, write_documents
+from tests.support.token_files import (
+    data_config,
+    read_batches,
+    save_byte_tokenizer,
+    write_documents,
+)
 
 SENTINELS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 TEXTS = [
@@ -35,12 +41,17 @@ def add_tokens(path: Path, *tokens: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return tokenizers with sentinels: of bytes, of merged bytes, and one that puts a space before every text."""
+    """Return tokenizers with sentinels: of bytes, of merged bytes, and one that puts a space before
+    every text."""
     folder = tmp_path_factory.mktemp("tokenizers")
     save_byte_tokenizer(str(folder / "bytes.json"))
     train_tokenizer(iter(TEXTS * 3), 400, str(folder / "merged.json"))
-    characters = sorted({character for text in TEXTS for character in text.replace(" ", "▁")} | {"▁", "?"})
-    spaced = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
+    characters = sorted(
+        {character for text in TEXTS for character in text.replace(" ", "▁")} | {"▁", "?"}
+    )
+    spaced = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[])
+    )
     spaced.pre_tokenizer = pre_tokenizers.Metaspace()
     spaced.decoder = decoders.Metaspace()
     spaced.save(str(folder / "spaced.json"))
@@ -53,11 +64,14 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def made(tokenizer_file: str, key: int = 1, **options: Any) -> FillInTheMiddle:
-    return FillInTheMiddle(DataConfig(tokenizer_file=tokenizer_file, **{"fim_rate": 1.0, **options}), 2**20, key)
+    return FillInTheMiddle(
+        DataConfig(tokenizer_file=tokenizer_file, **{"fim_rate": 1.0, **options}), 2**20, key
+    )
 
 
 def ordered(ids: list[int], tokenizer: JsonTokenizer) -> tuple[list[int], bool]:
-    """Return the tokens without sentinels in the order of the text, and whether the suffix came first."""
+    """Return the tokens without sentinels in the order of the text, and whether the suffix came
+    first."""
     prefix, middle, suffix = (
         next(place for place, number in enumerate(ids) if number in numbers)
         for numbers in (
@@ -73,7 +87,9 @@ def ordered(ids: list[int], tokenizer: JsonTokenizer) -> tuple[list[int], bool]:
 
 @pytest.mark.parametrize("kind", ["bytes", "merged", "spaced"])
 @pytest.mark.parametrize("options", [{}, {"fim_max_middle_len": 3}, {"fim_spm_rate": 1.0}])
-def test_no_character_is_lost(tokenizers: dict[str, str], kind: str, options: dict[str, Any]) -> None:
+def test_no_character_is_lost(
+    tokenizers: dict[str, str], kind: str, options: dict[str, Any]
+) -> None:
     """Put back in order, every document reads as before; special tokens inside are kept whole."""
     fill = made(tokenizers[kind], **options)
     tokenizer = JsonTokenizer(tokenizers[kind], needs_end=False)
@@ -98,18 +114,24 @@ def texts(ids: list[int], separator: int, tokenizer: JsonTokenizer) -> list[str]
 
 
 def test_bytes_are_permuted(tokenizers: dict[str, str]) -> None:
-    """Documents of any bytes, also those that are no text, as where a sample begins in the middle of a character."""
+    """Documents of any bytes, also those that are no text, as where a sample begins in the middle
+    of a character."""
     fill, random = made(tokenizers["bytes"]), np.random.default_rng(0)
     tokenizer = JsonTokenizer(tokenizers["bytes"])
-    sentinels = sorted(number for name in SENTINELS[:3] if (number := tokenizer.token_id(name)) is not None)
+    sentinels = sorted(
+        number for name in SENTINELS[:3] if (number := tokenizer.token_id(name)) is not None
+    )
     for index in range(300):
         ids = random.integers(0, 256 if index % 2 else 128, random.integers(1, 40)).tolist()
         changed = fill.document(ids, Draws(1, index))
-        assert sorted(changed) == sorted([*ids, *sentinels]) and ordered(changed, tokenizer)[0] == ids
+        assert (
+            sorted(changed) == sorted([*ids, *sentinels]) and ordered(changed, tokenizer)[0] == ids
+        )
 
 
 def test_cuts_are_between_characters(tokenizers: dict[str, str]) -> None:
-    """A merged token is cut inside; each place of a text is drawn; the middle is no longer than asked for."""
+    """A merged token is cut inside; each place of a text is drawn; the middle is no longer than
+    asked for."""
     tokenizer = JsonTokenizer(tokenizers["merged"])
     ids, text = tokenizer.encode(TEXTS[0]), TEXTS[0]
     assert len(ids) < len(text) / 2
@@ -124,7 +146,8 @@ def test_cuts_are_between_characters(tokenizers: dict[str, str]) -> None:
 
 
 def test_the_shares_are_those_asked_for(tokenizers: dict[str, str]) -> None:
-    """Documents, suffixes first and files of a document are drawn with their rates, up to 4 standard deviations."""
+    """Documents, suffixes first and files of a document are drawn with their rates, up to 4
+    standard deviations."""
     tokenizer = JsonTokenizer(tokenizers["bytes"])
     prefix, separator = tokenizer.token_id("<fim_prefix>"), tokenizer.token_id("<file_sep>")
     assert separator is not None
@@ -132,22 +155,32 @@ def test_the_shares_are_those_asked_for(tokenizers: dict[str, str]) -> None:
     changed = [fill.document([65, 66, 67], Draws(3, index)) for index in range(3000)]
     selected = [ids for ids in changed if ids[0] == prefix]
     assert abs(len(selected) - 900) < 4 * np.sqrt(3000 * 0.3 * 0.7)
-    # An empty prefix looks like a suffix that comes first: 3 characters give 16 pairs of places, and 7 leave it empty.
+    # An empty prefix looks like a suffix that comes first: 3 characters give 16 pairs of places,
+    # and 7 leave it empty.
     first = sum(ordered(ids, tokenizer)[1] for ids in selected)
     expected = len(selected) * (0.2 + 0.8 * 7 / 16)
     assert abs(first - expected) < 4 * np.sqrt(len(selected) * 0.25)
-    files = made(tokenizers["bytes"], fim_rate=0.5, fim_split_sample="<file_sep>", fim_fragment_rate=0.25)
+    files = made(
+        tokenizers["bytes"], fim_rate=0.5, fim_split_sample="<file_sep>", fim_fragment_rate=0.25
+    )
     document = [65, separator, 66, 67, separator, separator, 68]
-    counts = [files.document(document, Draws(4, index)).count(prefix or -1) for index in range(3000)]
+    counts = [
+        files.document(document, Draws(4, index)).count(prefix or -1) for index in range(3000)
+    ]
     assert abs(sum(counts) - 3000 * 0.5 * 3 * 0.25) < 4 * np.sqrt(3000 * 3 * 0.125)
-    assert all(files.document(document, Draws(4, index)).count(separator) == 3 for index in range(50))
+    assert all(
+        files.document(document, Draws(4, index)).count(separator) == 3 for index in range(50)
+    )
     never, always = Draws(5, 0), Draws(5, 0)
     never._words = itertools.chain([0], itertools.repeat(2**64 - 1))
-    assert not any(never.happens(0.0) for _ in range(1000)) and all(always.happens(1.0) for _ in range(1000))
+    assert not any(never.happens(0.0) for _ in range(1000)) and all(
+        always.happens(1.0) for _ in range(1000)
+    )
 
 
 def test_documents_that_stay(tokenizers: dict[str, str]) -> None:
-    """A prefix to ignore keeps a document; the end of a document stays at its end, the begin at its begin."""
+    """A prefix to ignore keeps a document; the end of a document stays at its end, the begin at its
+    begin."""
     tokenizer = JsonTokenizer(tokenizers["bytes"])
     end = tokenizer.end_of_document
     ignoring = made(tokenizers["bytes"], fim_ignore_prefix="#!")
@@ -160,7 +193,8 @@ def test_documents_that_stay(tokenizers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "merged"])
 def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) -> None:
-    """With --fim_truncate_or_pad=1 suffixes pay for the sentinels; too short ones leave the document as it was."""
+    """With --fim_truncate_or_pad=1 suffixes pay for the sentinels; too short ones leave the
+    document as it was."""
     tokenizer = JsonTokenizer(tokenizers[kind])
     fill = made(tokenizers[kind], fim_truncate_or_pad=True)
     kept = 0
@@ -170,7 +204,11 @@ def test_documents_may_keep_their_length(tokenizers: dict[str, str], kind: str) 
         assert len(changed) == len(ids)
         kept += changed == ids
         if changed != ids:
-            back = [number for number in ordered(changed, tokenizer)[0] if number != tokenizer.token_id("<fim_pad>")]
+            back = [
+                number
+                for number in ordered(changed, tokenizer)[0]
+                if number != tokenizer.token_id("<fim_pad>")
+            ]
             assert text.startswith(tokenizer.decode(back).rstrip("\ufffd"))
     assert 50 <= kept < 200  # the text of one character always
     assert all(fill.document([65, 66, 67], Draws(1, index)) == [65, 66, 67] for index in range(100))
@@ -184,12 +222,15 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A data set of bytes, with an end of document after each."""
     random, prefix = np.random.default_rng(1), str(tmp_path_factory.mktemp("data") / "bytes")
     return write_documents(
-        prefix, [np.append(random.integers(97, 123, random.integers(0, 50)), 256) for _ in range(60)]
+        prefix,
+        [np.append(random.integers(97, 123, random.integers(0, 50)), 256) for _ in range(60)],
     )
 
 
 def config(prefix: str, tokenizer_file: str | None, world_size: int = 1, **values: Any) -> Config:
-    options: dict[str, Any] = dict(batch_size=8, micro_batch_size=8, sequence_length=LENGTH, train_iters=6)
+    options: dict[str, Any] = dict(
+        batch_size=8, micro_batch_size=8, sequence_length=LENGTH, train_iters=6
+    )
     options |= dict(vocab_size=300, fim_rate=0.7, tokenizer_file=tokenizer_file)
     options |= dict(cross_document_attention=False, mask_document_starts=True)
     return resolve(data_config(prefix, **{**options, **values}), world_size)
@@ -219,15 +260,17 @@ def test_an_evaluation_depends_on_no_seed(prefix: str, tokenizers: dict[str, str
     """The same documents are cut at the same places in every run."""
     values = {"train_iters": 0, "validation_iters": 2, "split": (0.0, 1.0, 0.0)}
     first, second = (
-        read_batches(config(prefix, tokenizers["bytes"], seed=seed, **values), phase="validation") for seed in (1234, 5)
+        read_batches(config(prefix, tokenizers["bytes"], seed=seed, **values), phase="validation")
+        for seed in (1234, 5)
     )
     tokens = [[batch.tokens for step in steps for batch in step] for steps in (first, second)]
     assert all(np.array_equal(*pair) for pair in zip(*tokens, strict=True))
 
 
 def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str, str]) -> None:
-    """Pieces begin after each end of a document, and the last one is cut; the labels that begin one, and padding, do
-    not count. With a rate of 0 a sample is what it is without these options."""
+    """Pieces begin after each end of a document, and the last one is cut; the labels that begin
+    one, and padding, do not count. With a rate of 0 a sample is what it is without these
+    options."""
     path = tokenizers["bytes"]
     without = read_batches(config(prefix, path, fim_rate=0.0))
     none = read_batches(config(prefix, path, fim_rate=1e-300))
@@ -247,7 +290,8 @@ def test_borders_and_padding_follow_the_tokens(prefix: str, tokenizers: dict[str
 
 
 def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> None:
-    """Documents that were tokenized into single bytes get shorter where they are cut: the sample is padded."""
+    """Documents that were tokenized into single bytes get shorter where they are cut: the sample is
+    padded."""
     tokenizer = JsonTokenizer(tokenizers["merged"])
     ids = [number for character in TEXTS[0] for number in tokenizer.encode(character)]
     single = write_documents(tmp_path / "single", [ids] * 100)
@@ -265,7 +309,8 @@ def test_padding_does_not_count(tokenizers: dict[str, str], tmp_path: Path) -> N
 
 
 def test_packed_documents_keep_their_place(prefix: str, tokenizers: dict[str, str]) -> None:
-    """With --truncate_documents=0 documents are as long as before, and padding, also inside them, does not count."""
+    """With --truncate_documents=0 documents are as long as before, and padding, also inside them,
+    does not count."""
     options: dict[str, Any] = {"truncate_documents": False, "fim_truncate_or_pad": True}
     changed = read_batches(config(prefix, tokenizers["bytes"], **options))
     plain = read_batches(config(prefix, tokenizers["bytes"], **options, fim_rate=0.0))
@@ -277,7 +322,9 @@ def test_packed_documents_keep_their_place(prefix: str, tokenizers: dict[str, st
         np.testing.assert_array_equal(one.tokens == 256, other.tokens == 256)
         different += int((one.tokens != other.tokens).sum())
     assert different > 100
-    with pytest.raises(UsageError, match="--truncate_documents=0, --fim_rate=0.7: .*write --fim_truncate_or_pad=1"):
+    with pytest.raises(
+        UsageError, match="--truncate_documents=0, --fim_rate=0.7: .*write --fim_truncate_or_pad=1"
+    ):
         config(prefix, tokenizers["bytes"], truncate_documents=False)
 
 
@@ -289,7 +336,11 @@ def test_what_is_missing_is_named(prefix: str, tokenizers: dict[str, str], tmp_p
     no_sentinel = r"plain.json \(--tokenizer_file\): has no <fim_prefix> or "
     for kind, message, values in (
         (DataError, no_sentinel, {"tokenizer_file": plain}),
-        (UsageError, "--vocab_size=260: .* has ids up to 261, .*write 262 or more", {"vocab_size": 260}),
+        (
+            UsageError,
+            "--vocab_size=260: .* has ids up to 261, .*write 262 or more",
+            {"vocab_size": 260},
+        ),
         (UsageError, "--fim_split_sample=<x>: not a token of", {"fim_split_sample": "<x>"}),
     ):
         with pytest.raises(kind, match=message):

@@ -18,11 +18,14 @@ from tests.support.token_files import write_documents
 
 def write(prefix: Path, seed: int, documents: int = 40, length: int = 50) -> IndexedDataset:
     generator = np.random.default_rng(seed)
-    return IndexedDataset(write_documents(prefix, generator.integers(0, 64, size=(documents, length))))
+    return IndexedDataset(
+        write_documents(prefix, generator.integers(0, 64, size=(documents, length)))
+    )
 
 
 def test_it_follows_the_content(tmp_path: Path) -> None:
-    """Another corpus of the same size differs; the same one elsewhere does not, nor does it matter when it is read."""
+    """Another corpus of the same size differs; the same one elsewhere does not, nor does it matter
+    when it is read."""
     first, other = write(tmp_path / "a", 1), write(tmp_path / "b", 2)
     assert (first.num_tokens, first.num_documents) == (other.num_tokens, other.num_documents)
     assert fingerprint(first) == fingerprint(IndexedDataset(first.prefix)) != fingerprint(other)
@@ -35,7 +38,8 @@ def test_it_follows_the_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0.0, 1.0])
 def test_the_ends_of_large_files_count(tmp_path: Path, place: float) -> None:
-    """The first and the last byte are in a block; the file is far larger than all blocks together."""
+    """The first and the last byte are in a block; the file is far larger than all blocks
+    together."""
     dataset = write(tmp_path / "a", 1, documents=20, length=4 * BLOCK_BYTES)
     before, path = fingerprint(dataset), Path(dataset.tokens.path)
     data = bytearray(path.read_bytes())
@@ -63,5 +67,8 @@ def test_the_tokenizer_and_the_ranks(tmp_path: Path) -> None:
     assert own["tokenizer"] is not None and identity([dataset], str(tokenizer)) != own
     others = [own, own, identity([dataset], None)]
     results = World(3).run(lambda distributed: check_same(others[distributed.rank], distributed))  # type: ignore[arg-type]
-    assert all(isinstance(error, DataError) and "rank 2 reads other files" in str(error) for error in results)
+    assert all(
+        isinstance(error, DataError) and "rank 2 reads other files" in str(error)
+        for error in results
+    )
     assert World(2).run(lambda distributed: check_same(own, distributed)) == [None, None]  # type: ignore[arg-type]

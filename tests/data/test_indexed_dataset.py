@@ -1,4 +1,5 @@
-"""The .bin/.idx format: byte compatibility with Megatron-LM's layout, damage of every kind, killed writers."""
+"""The .bin/.idx format: byte compatibility with Megatron-LM's layout, damage of every kind, killed
+writers."""
 
 import itertools
 import multiprocessing
@@ -15,7 +16,13 @@ import pytest
 
 from megatron_lite.data import indexed_dataset
 from megatron_lite.data.disk_array import DataFile
-from megatron_lite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter, smallest_dtype
+from megatron_lite.data.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    smallest_dtype,
+)
 from megatron_lite.errors import DataError, StorageError
 from tests.support.token_files import write_counting, write_documents
 
@@ -24,13 +31,16 @@ DOCUMENTS: list[list[int]] = [[], [5, 1, 2], [7], [], [], [9, 8, 7, 6, 5, 4], [3
 
 
 def megatron_bytes(documents: list[list[int]], code: int, letter: str) -> tuple[bytes, bytes]:
-    """(.idx, .bin) as megatron-core's _IndexWriter lays them out, written by hand, independently of our writer."""
+    """(.idx, .bin) as megatron-core's _IndexWriter lays them out, written by hand, independently of
+    our writer."""
     count, sizes = len(documents), [len(document) for document in documents]
     itemsize = struct.calcsize("<" + letter)
     pointers = [itemsize * sum(sizes[:number]) for number in range(count)]
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, count, count + 1)
     index += struct.pack(f"<{count}i{count}q{count + 1}q", *sizes, *pointers, *range(count + 1))
-    return index, b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents)
+    return index, b"".join(
+        struct.pack(f"<{len(document)}{letter}", *document) for document in documents
+    )
 
 
 def write_pair(folder: Path, index: bytes, tokens: bytes) -> str:
@@ -47,16 +57,30 @@ def open_error(prefix: str) -> str:
     return str(caught.value)
 
 
-KINDS = [(1, "B", "|u1"), (2, "b", "|i1"), (3, "h", "<i2"), (4, "i", "<i4"), (5, "q", "<i8"), (8, "H", "<u2")]
+KINDS = [
+    (1, "B", "|u1"),
+    (2, "b", "|i1"),
+    (3, "h", "<i2"),
+    (4, "i", "<i4"),
+    (5, "q", "<i8"),
+    (8, "H", "<u2"),
+]
 
 
 @pytest.mark.parametrize(("code", "letter", "dtype"), KINDS)
-def test_reads_and_writes_megatrons_bytes(tmp_path: Path, code: int, letter: str, dtype: str) -> None:
-    """Our reader reads Megatron's layout, and our writer writes the same bytes, for every integer dtype."""
+def test_reads_and_writes_megatrons_bytes(
+    tmp_path: Path, code: int, letter: str, dtype: str
+) -> None:
+    """Our reader reads Megatron's layout, and our writer writes the same bytes, for every integer
+    dtype."""
     index, tokens = megatron_bytes(DOCUMENTS, code, letter)
     dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
-    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
-    assert dataset.num_tokens == sum(map(len, DOCUMENTS)) and dataset.tokens.dtype == np.dtype(dtype)
+    assert [
+        dataset.document(number).tolist() for number in range(dataset.num_documents)
+    ] == DOCUMENTS
+    assert dataset.num_tokens == sum(map(len, DOCUMENTS)) and dataset.tokens.dtype == np.dtype(
+        dtype
+    )
     write_documents(tmp_path / "ours", DOCUMENTS, dtype)
     assert (tmp_path / "ours.idx").read_bytes() == index
     assert (tmp_path / "ours.bin").read_bytes() == tokens
@@ -80,30 +104,47 @@ def test_empty_data_set_opens(tmp_path: Path) -> None:
 def test_locate_names_document_and_offset(tmp_path: Path) -> None:
     """Every token of the file is found in its document, never in an empty one."""
     dataset = IndexedDataset(write_pair(tmp_path, *megatron_bytes(DOCUMENTS, 8, "H")))
-    expected = [(number, offset) for number, document in enumerate(DOCUMENTS) for offset in range(len(document))]
+    expected = [
+        (number, offset)
+        for number, document in enumerate(DOCUMENTS)
+        for offset in range(len(document))
+    ]
     assert [dataset.locate(token) for token in range(dataset.num_tokens)] == expected
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_truncated_index_is_refused_at_every_length(tmp_path: Path, version: int) -> None:
-    """Fast-LLM's versions 2 and 3 differ by one or two bytes if they hold no spans. An index cut at or between field
-    boundaries, or with extra bytes, always gives one clear line."""
+    """Fast-LLM's versions 2 and 3 differ by one or two bytes if they hold no spans. An index cut at
+    or between field boundaries, or with extra bytes, always gives one clear line."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
     index = index[:9] + struct.pack("<Q", version) + bytes(version - 1) + index[17:]
     dataset = IndexedDataset(write_pair(tmp_path, index, tokens))
-    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == DOCUMENTS
+    assert [
+        dataset.document(number).tolist() for number in range(dataset.num_documents)
+    ] == DOCUMENTS
     for length in range(0, len(index), 1 if version == 1 else 3):
-        assert f"x.idx: {length:,} bytes, but " in open_error(write_pair(tmp_path, index[:length], tokens))
+        assert f"x.idx: {length:,} bytes, but " in open_error(
+            write_pair(tmp_path, index[:length], tokens)
+        )
     message = open_error(write_pair(tmp_path, index[:40], tokens))
-    assert message.endswith(f"x.idx: 40 bytes, but its header describes {len(index)}; copy it again")
+    assert message.endswith(
+        f"x.idx: 40 bytes, but its header describes {len(index)}; copy it again"
+    )
     open_error(write_pair(tmp_path, index + b"\0", tokens))
 
 
 def test_bin_of_another_size_is_refused(tmp_path: Path) -> None:
     """A .bin that lost or gained a byte, a token or half of itself is found at open."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
-    for other in (tokens[:-1], tokens[:-2], tokens[:-12], *(tokens + bytes(more) for more in (1, 2, 1000))):
-        assert f"x.bin: {len(other):,} bytes, but " in open_error(write_pair(tmp_path, index, other))
+    for other in (
+        tokens[:-1],
+        tokens[:-2],
+        tokens[:-12],
+        *(tokens + bytes(more) for more in (1, 2, 1000)),
+    ):
+        assert f"x.bin: {len(other):,} bytes, but " in open_error(
+            write_pair(tmp_path, index, other)
+        )
 
 
 # Bytes [start, end) of the index, what replaces them, and the fact that the message names.
@@ -138,7 +179,9 @@ def test_damaged_index_is_named(tmp_path: Path) -> None:
         assert fact in message and message.startswith(str(tmp_path / "x.idx")), fact
 
 
-def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_ten_million_documents_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening reads at most 3 MB of it; this sparse file stands for 200 MB."""
     count, read = 10_000_000, DataFile.read
     with open(tmp_path / "x.idx", "wb") as file:
@@ -161,7 +204,8 @@ def test_an_index_of_ten_million_documents_is_not_read_whole(tmp_path: Path, mon
 def test_damage_between_the_checked_pieces_is_found_when_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large index some pieces are checked at the start; every other entry is checked when it is used."""
+    """Of a large index some pieces are checked at the start; every other entry is checked when it
+    is used."""
     monkeypatch.setattr(indexed_dataset, "CHECKED", 8)
     monkeypatch.setattr(indexed_dataset, "CHECKED_PIECES", 4)
     sizes = np.random.default_rng(0).integers(0, 9, 60).tolist()
@@ -199,14 +243,17 @@ def read_all(dataset: IndexedDataset, borders: bool) -> None:
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_fuzzed_headers_never_do_anything_but_a_data_error(tmp_path: Path, count: int) -> None:
-    """Random damage to the header and the tables ends in a DataError or in a data set that reads as it says."""
+    """Random damage to the header and the tables ends in a DataError or in a data set that reads as
+    it says."""
     index, tokens = megatron_bytes(DOCUMENTS, 8, "H")
     generator = random.Random(0)
     refused = 0
     for number in range(count):
         damaged = bytearray(index)
         for _ in range(generator.randint(1, 4)):
-            damaged[generator.randrange(34 if generator.random() < 0.7 else len(index))] = generator.randrange(256)
+            damaged[generator.randrange(34 if generator.random() < 0.7 else len(index))] = (
+                generator.randrange(256)
+            )
         if number % 10 == 0:  # a version with spans, by chance cut short
             damaged[9:17] = struct.pack("<Q", generator.choice([2, 3]))
             damaged[17:17] = bytes(generator.randint(0, 2))
@@ -223,10 +270,15 @@ def test_fuzzed_headers_never_do_anything_but_a_data_error(tmp_path: Path, count
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", "while open"])
-def test_files_cut_at_random_never_do_anything_but_a_data_error(tmp_path: Path, when: str, count: int) -> None:
-    """Cut before it is opened, or while it is open: one line, and never a signal, a hang or other data."""
+def test_files_cut_at_random_never_do_anything_but_a_data_error(
+    tmp_path: Path, when: str, count: int
+) -> None:
+    """Cut before it is opened, or while it is open: one line, and never a signal, a hang or other
+    data."""
     sizes = np.random.default_rng(1).integers(0, 9, 100).tolist()
-    whole = dict(zip((".idx", ".bin"), megatron_bytes([[7] * size for size in sizes], 8, "H"), strict=True))
+    whole = dict(
+        zip((".idx", ".bin"), megatron_bytes([[7] * size for size in sizes], 8, "H"), strict=True)
+    )
     generator = random.Random(1)
     for _ in range(count):
         prefix = write_pair(tmp_path, *whole.values())
@@ -293,10 +345,13 @@ def write_until(prefix: str, deadly_call: int) -> None:
 
 
 def test_killed_writer_leaves_nothing_that_opens(tmp_path: Path) -> None:
-    """Killed before each sync and rename in turn, the pair is either complete or cannot be opened; a rerun works."""
+    """Killed before each sync and rename in turn, the pair is either complete or cannot be opened;
+    a rerun works."""
     prefix = str(tmp_path / "x")
     for deadly_call in range(5):  # two syncs, two renames, the sync of the folder
-        writer = multiprocessing.get_context("fork").Process(target=write_until, args=(prefix, deadly_call))
+        writer = multiprocessing.get_context("fork").Process(
+            target=write_until, args=(prefix, deadly_call)
+        )
         writer.start()
         writer.join()
         assert writer.exitcode == -signal.SIGKILL

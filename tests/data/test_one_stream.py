@@ -18,11 +18,15 @@ LENGTH, SAMPLES = 8, 60
 
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Three data sets of 40 to 60 samples, smaller than the stream, so that it has several epochs of each."""
+    """Three data sets of 40 to 60 samples, smaller than the stream, so that it has several epochs
+    of each."""
     folder = tmp_path_factory.mktemp("data")
     generators = [np.random.default_rng(seed) for seed in range(3)]
     return [
-        write_documents(folder / name, [drawn.integers(0, 60_000, size) for size in drawn.integers(0, 30, 30).tolist()])
+        write_documents(
+            folder / name,
+            [drawn.integers(0, 60_000, size) for size in drawn.integers(0, 30, 30).tolist()],
+        )
         for name, drawn in zip("abc", generators, strict=True)
     ]
 
@@ -36,7 +40,9 @@ def drawn(generator: random.Random, prefixes: list[str]) -> dict[str, Any]:
         "data_path": tuple(path),
         "shuffle": shuffle,
         "max_epochs": 20 if shuffle == "full" else None,
-        "shuffle_era": generator.choice([None, 1, 7]) if shuffle in ("epoch", "skip_first_epoch") else None,
+        "shuffle_era": generator.choice([None, 1, 7])
+        if shuffle in ("epoch", "skip_first_epoch")
+        else None,
         "shuffle_documents": shuffle != "none" and generator.random() < 0.5,
         "seed": generator.randint(0, 5),
         "cross_document_attention": generator.random() < 0.5,
@@ -69,7 +75,8 @@ def config(options: dict[str, Any], ranks: int) -> Config:
 
 
 def stream(options: dict[str, Any], ranks: int, first: int = 0) -> tuple[Tensor, int]:
-    """Return the samples of the iterations after `first` in the order of their indices, and the first index."""
+    """Return the samples of the iterations after `first` in the order of their indices, and the
+    first index."""
     values = config(options, ranks)
     before = batch_schedule(values.batch).consumed_samples(first)
     batches = [read_batches(values, rank, ranks, first) for rank in range(ranks)]
@@ -84,8 +91,8 @@ def stream(options: dict[str, Any], ranks: int, first: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize("cases", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)])
 def test_the_layout_does_not_matter(prefixes: list[str], cases: range) -> None:
-    """Random data, order and weights, or random tokens; random ranks, micro-batches, batch sizes, numbers of iterations
-    and restarts give the same samples."""
+    """Random data, order and weights, or random tokens; random ranks, micro-batches, batch sizes,
+    numbers of iterations and restarts give the same samples."""
     for case in cases:
         generator = random.Random(case)
         data = drawn(generator, prefixes)
@@ -99,4 +106,8 @@ def test_the_layout_does_not_matter(prefixes: list[str], cases: range) -> None:
             whole, _ = stream(options, ranks)
             assert torch.equal(whole, expected), (case, ranks, options)
             rest, before = stream(options, ranks, generator.randint(1, options["train_iters"] - 1))
-            assert torch.equal(rest[: max(0, SAMPLES - before)], expected[before:]), (case, ranks, options)
+            assert torch.equal(rest[: max(0, SAMPLES - before)], expected[before:]), (
+                case,
+                ranks,
+                options,
+            )

@@ -46,7 +46,8 @@ def test_permutation_of_huge_ranges_has_no_collisions(size: int) -> None:
 
 
 def test_permutations_are_spread_evenly() -> None:
-    """Over many keys every one of the 24 orders of four slots is about as frequent (chi-square, 23 degrees)."""
+    """Over many keys every one of the 24 orders of four slots is about as frequent (chi-square, 23
+    degrees)."""
     keys = mix(np.arange(24000, dtype=np.uint64))
     slots = np.tile(np.arange(4, dtype=np.uint64), (len(keys), 1))
     orders = permute(slots.reshape(-1), np.repeat(keys, 4), 4).reshape(-1, 4).astype(np.int64)
@@ -55,7 +56,8 @@ def test_permutations_are_spread_evenly() -> None:
 
 
 def test_neighbours_are_torn_apart() -> None:
-    """Consecutive indices land at unrelated slots: no more neighbours stay together than by chance."""
+    """Consecutive indices land at unrelated slots: no more neighbours stay together than by
+    chance."""
     order = np.array(permutation(10007, 5))
     assert (np.abs(np.diff(order)) == 1).sum() < 15  # 2 expected
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
@@ -69,13 +71,18 @@ FROZEN = {
 }
 ORDERS = [
     *(SampleOrder(shuffle, epochs=3) for shuffle in ("epoch", "full", "skip_first_epoch", "none")),
-    *(SampleOrder(shuffle, era=era) for shuffle in ("epoch", "skip_first_epoch") for era in (1, 2, 7, 10**9)),
+    *(
+        SampleOrder(shuffle, era=era)
+        for shuffle in ("epoch", "skip_first_epoch")
+        for era in (1, 2, 7, 10**9)
+    ),
 ]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_every_order_visits_every_slot_of_an_epoch_once(order: SampleOrder) -> None:
-    """In each epoch, or in each three of `full`, the samples tile the stream, and the order is that of its name."""
+    """In each epoch, or in each three of `full`, the samples tile the stream, and the order is that
+    of its name."""
     for num_tokens, length in ((33, 32), (34, 32), (64, 32), (65, 32), (1000, 7), (1001, 1)):
         check_tiling(order, num_tokens, length)
 
@@ -91,24 +98,39 @@ def check_tiling(order: SampleOrder, num_tokens: int, length: int) -> None:
             own = starts[epochs == epoch]
             assert len(own) == size and (np.diff(np.sort(own)) == length).all()
             assert 0 <= own.min() and own.max() + length + 1 <= num_tokens
-            in_order = order.shuffle == "none" or (order.shuffle == "skip_first_epoch" and epoch == 0)
+            in_order = order.shuffle == "none" or (
+                order.shuffle == "skip_first_epoch" and epoch == 0
+            )
             if in_order:
                 assert (np.diff(own) == length).all() and (epoch > 0 or own[0] == 0)
             elif size > 20 and order.era != 1:
                 assert (np.diff(own) != length).any()
     if order.shuffle == "full" and size > 20:
-        assert len(set(sampler.places(np.arange(size))[0].tolist())) == 3  # not one epoch after the other
+        assert (
+            len(set(sampler.places(np.arange(size))[0].tolist())) == 3
+        )  # not one epoch after the other
 
 
 def test_windows_stay_in_their_place() -> None:
-    """A permutation within windows is a bijection that leaves every slot in its window, each one in its own way."""
+    """A permutation within windows is a bijection that leaves every slot in its window, each one in
+    its own way."""
     for size, window in itertools.product((1, 2, 10, 11, 99), (1, 2, 5, 10, 11, 12, 100)):
         slots = np.arange(size, dtype=np.uint64)
-        found = permute_within(slots, np.full(size, 5, dtype=np.uint64), size, window).astype(np.int64)
+        found = permute_within(slots, np.full(size, 5, dtype=np.uint64), size, window).astype(
+            np.int64
+        )
         assert sorted(found.tolist()) == list(range(size)), (size, window)
         assert (found // window == np.arange(size) // window).all(), (size, window)
         if size == 99 and window == 10:
-            assert len({tuple((found[first : first + 10] - first).tolist()) for first in range(0, 90, 10)}) == 9
+            assert (
+                len(
+                    {
+                        tuple((found[first : first + 10] - first).tolist())
+                        for first in range(0, 90, 10)
+                    }
+                )
+                == 9
+            )
 
 
 def test_left_over_tokens_are_used_in_other_epochs() -> None:
@@ -120,27 +142,48 @@ def test_left_over_tokens_are_used_in_other_epochs() -> None:
 
 
 def test_order_depends_on_nothing_but_seed_phase_and_index() -> None:
-    """Asking one by one, in pieces, backwards or for more gives the same samples; epochs, seeds and phases differ."""
+    """Asking one by one, in pieces, backwards or for more gives the same samples; epochs, seeds and
+    phases differ."""
     sampler = StreamSampler(5000, 16, sampler_key(1, "training", 0))
     whole = starts_of(sampler, np.arange(1000))
-    assert [int(starts_of(sampler, np.array([index]))[0]) for index in range(0, 1000, 9)] == whole[::9].tolist()
+    assert [int(starts_of(sampler, np.array([index]))[0]) for index in range(0, 1000, 9)] == whole[
+        ::9
+    ].tolist()
     assert starts_of(sampler, np.arange(1000)[::-1]).tolist() == whole[::-1].tolist()
     assert starts_of(sampler, np.arange(400, 500)).tolist() == whole[400:500].tolist()
     assert starts_of(sampler, np.arange(10**5))[:1000].tolist() == whole.tolist()
     size = sampler.samples_per_epoch
     assert whole[:size].tolist() != whole[size : 2 * size].tolist()
-    for key in (sampler_key(2, "training", 0), sampler_key(1, "validation", 0), sampler_key(1, "training", 1)):
+    for key in (
+        sampler_key(2, "training", 0),
+        sampler_key(1, "validation", 0),
+        sampler_key(1, "training", 1),
+    ):
         assert starts_of(StreamSampler(5000, 16, key), np.arange(1000)).tolist() != whole.tolist()
 
 
 def test_order_is_frozen() -> None:
-    """A change of these numbers breaks the resume of existing runs and needs a note in the change log."""
+    """A change of these numbers breaks the resume of existing runs and needs a note in the change
+    log."""
     assert sampler_key(1234, "training", 0) == 254862848622153407
     sampler = StreamSampler(1008, 10, sampler_key(1234, "training", 0))
-    assert starts_of(sampler, np.array([0, 1, 2, 3, 99, 100, 10**12])).tolist() == [72, 802, 42, 52, 292, 963, 184]
-    assert random_tokens(np.array([0, 7]), 4, 1000, key=5).tolist() == [[416, 536, 783, 768], [478, 362, 643, 813]]
+    assert starts_of(sampler, np.array([0, 1, 2, 3, 99, 100, 10**12])).tolist() == [
+        72,
+        802,
+        42,
+        52,
+        292,
+        963,
+        184,
+    ]
+    assert random_tokens(np.array([0, 7]), 4, 1000, key=5).tolist() == [
+        [416, 536, 783, 768],
+        [478, 362, 643, 813],
+    ]
     indices = np.array([0, 1, 2, 3, 99, 100, 250, 10**12])
-    found = {order: starts_of(StreamSampler(1008, 10, 77, order), indices).tolist() for order in FROZEN}
+    found = {
+        order: starts_of(StreamSampler(1008, 10, 77, order), indices).tolist() for order in FROZEN
+    }
     assert found == FROZEN
 
 
@@ -151,11 +194,14 @@ def test_resume_is_immediate_at_any_index() -> None:
 
 
 def megatron_split(split: list[float], size: int) -> list[tuple[int, int]]:
-    """megatron-core's arithmetic: parse_and_normalize_split, then round(split[i] * size) at both ends."""
+    """megatron-core's arithmetic: parse_and_normalize_split, then round(split[i] * size) at both
+    ends."""
     weights = np.array(split + [0.0] * (3 - len(split)), dtype=np.float64)
     weights = (weights / np.sum(weights)).tolist()
     ends = [0, weights[0], weights[0] + weights[1], weights[0] + weights[1] + weights[2]]
-    return [(int(round(ends[i] * float(size))), int(round(ends[i + 1] * float(size)))) for i in range(3)]
+    return [
+        (int(round(ends[i] * float(size))), int(round(ends[i + 1] * float(size)))) for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -171,11 +217,16 @@ def test_split_rounds_as_megatron_does(split: list[float]) -> None:
 
 
 def test_random_tokens_are_uniform_and_pure() -> None:
-    """Random tokens are uniform over the vocabulary (chi-square) and a function of (key, index, place) only."""
+    """Random tokens are uniform over the vocabulary (chi-square) and a function of (key, index,
+    place) only."""
     tokens = random_tokens(np.arange(1000), 100, 50, key=3)
     assert tokens.shape == (1000, 100) and tokens.dtype == np.int64
     counts = np.bincount(tokens.reshape(-1), minlength=50)
-    assert len(counts) == 50 and ((counts - 2000) ** 2 / 2000).sum() < 100  # 49 degrees: the 99.99 % point is 95
+    assert (
+        len(counts) == 50 and ((counts - 2000) ** 2 / 2000).sum() < 100
+    )  # 49 degrees: the 99.99 % point is 95
     for length, key, same in ((100, 3, True), (60, 3, True), (100, 4, False)):
-        assert (random_tokens(np.array([17]), length, 50, key)[0] == tokens[17, :length]).all() == same
+        assert (
+            random_tokens(np.array([17]), length, 50, key)[0] == tokens[17, :length]
+        ).all() == same
     assert len(np.unique(tokens, axis=0)) == 1000

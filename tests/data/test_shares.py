@@ -1,4 +1,5 @@
-"""Data sets without weights: every token once in an epoch, as in one data set of the same documents."""
+"""Data sets without weights: every token once in an epoch, as in one data set of the same
+documents."""
 
 import logging
 import types
@@ -30,14 +31,23 @@ def prefixes(tmp_path: Path) -> tuple[str, ...]:
 
 
 def values(prefixes: tuple[str, ...], **more: Any) -> Config:
-    return data_config(*prefixes, sequence_length=LENGTH, vocab_size=10_000, batch_size=8, micro_batch_size=8, **more)
+    return data_config(
+        *prefixes,
+        sequence_length=LENGTH,
+        vocab_size=10_000,
+        batch_size=8,
+        micro_batch_size=8,
+        **more,
+    )
 
 
 def resolved(distributed: Distributed, config: Config, began: dict[str, Any] | None) -> Config:
     return resolve_data(config, distributed, None, logging.getLogger("megatron_lite"), began)
 
 
-def words(config: Config, began: dict[str, Any] | None = None, flag: str = "data_path") -> tuple[str, ...]:
+def words(
+    config: Config, began: dict[str, Any] | None = None, flag: str = "data_path"
+) -> tuple[str, ...]:
     """Return the words of data sets with which a start goes on."""
     found: tuple[str, ...] = getattr(run_distributed(1, resolved, config, began)[0].data, flag)
     return found
@@ -51,7 +61,8 @@ def counted(config: Config, iterations: int) -> list[int]:
 
 
 def test_an_epoch_reads_every_token_once(prefixes: tuple[str, ...]) -> None:
-    """After as many samples as there are, each was read once; after twice as many, twice. Validation data, too."""
+    """After as many samples as there are, each was read once; after twice as many, twice.
+    Validation data, too."""
     config = values(prefixes, valid_data_path=prefixes, validation_iters=1)
     config = changed(config, {"data_path": words(config)})
     assert counted(config, 19) == [5, 125, 21, 1]
@@ -64,7 +75,8 @@ def test_an_epoch_reads_every_token_once(prefixes: tuple[str, ...]) -> None:
 
 
 def test_a_run_keeps_the_shares_with_which_it_began(prefixes: tuple[str, ...]) -> None:
-    """Those of its checkpoint, or equal ones if an earlier version began it; weights that are typed win."""
+    """Those of its checkpoint, or equal ones if an earlier version began it; weights that are typed
+    win."""
     saved = tuple(word for pair in zip("2311", prefixes, strict=True) for word in pair)
     config = values(prefixes)
     assert words(config, {"config": {"data_path": saved}}) == saved
@@ -89,7 +101,9 @@ def test_the_shares_of_megatron_core(prefixes: tuple[str, ...]) -> None:
     pytest.importorskip("megatron")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     config = GPTDatasetConfig(
         random_seed=1,
@@ -102,7 +116,9 @@ def test_the_shares_of_megatron_core(prefixes: tuple[str, ...]) -> None:
         tokenizer=types.SimpleNamespace(eod=0, vocab_size=10_000, unique_identifiers={}),
         mid_level_dataset_surplus=0.0,
     )
-    blend = BlendedMegatronDatasetBuilder(GPTDataset, [152, None, None], lambda: True, config).build()[0]
+    blend = BlendedMegatronDatasetBuilder(
+        GPTDataset, [152, None, None], lambda: True, config
+    ).build()[0]
     theirs = np.bincount(blend.dataset_index, minlength=len(prefixes)).tolist()
     ours = values(prefixes)
     assert theirs == counted(changed(ours, {"data_path": words(ours)}), 19)

@@ -1,4 +1,5 @@
-"""Shuffled documents: every epoch has each document once, whole, in another order, found from any place."""
+"""Shuffled documents: every epoch has each document once, whole, in another order, found from any
+place."""
 
 import re
 from pathlib import Path
@@ -25,15 +26,22 @@ def open_documents(
     return dataset, ShuffledDocuments(dataset, range(first, dataset.num_documents), 7, **options)
 
 
-@pytest.mark.parametrize(("count", "at_a_time"), [(1, 16), (15, 16), (16, 16), (17, 16), (100, 16), (100, 1 << 18)])
+@pytest.mark.parametrize(
+    ("count", "at_a_time"), [(1, 16), (15, 16), (16, 16), (17, 16), (100, 16), (100, 1 << 18)]
+)
 def test_an_epoch_has_every_document_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
-    """The runs of a whole epoch are the documents that are not empty, none of another split among them."""
+    """The runs of a whole epoch are the documents that are not empty, none of another split among
+    them."""
     monkeypatch.setattr(sampling, "_AT_A_TIME", at_a_time)
     sizes = [50, *np.random.default_rng(count).integers(0, 30, count).tolist(), 3]
     dataset, documents = open_documents(tmp_path / "x", sizes, first=1)
-    expected = {(dataset.first_token(number), sizes[number]) for number in range(1, len(sizes)) if sizes[number]}
+    expected = {
+        (dataset.first_token(number), sizes[number])
+        for number in range(1, len(sizes))
+        if sizes[number]
+    }
     orders = []
     for epoch in (0, 1, 10**6, 0):
         orders.append(documents.runs(epoch, 0, sum(sizes[1:])))
@@ -49,7 +57,11 @@ def test_any_part_of_the_stream_is_found(tmp_path: Path) -> None:
     dataset, documents = open_documents(tmp_path / "x", sizes)
 
     def tokens(start: int, length: int) -> list[int]:
-        return [token for first, count in documents.runs(3, start, length) for token in range(first, first + count)]
+        return [
+            token
+            for first, count in documents.runs(3, start, length)
+            for token in range(first, first + count)
+        ]
 
     whole = tokens(0, dataset.num_tokens)
     assert sorted(whole) == list(range(dataset.num_tokens))
@@ -60,9 +72,12 @@ def test_any_part_of_the_stream_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffle", ["epoch", "full", "skip_first_epoch"])
 def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
-    """Samples are cut from the shuffled stream; their pieces are its documents; each epoch has nearly every token."""
+    """Samples are cut from the shuffled stream; their pieces are its documents; each epoch has
+    nearly every token."""
     sizes = np.random.default_rng(1).integers(0, 40, 60).tolist()
-    dataset, documents = open_documents(tmp_path / "x", sizes, keep=4, skip_first_epoch=shuffle == "skip_first_epoch")
+    dataset, documents = open_documents(
+        tmp_path / "x", sizes, keep=4, skip_first_epoch=shuffle == "skip_first_epoch"
+    )
     sampler = StreamSampler(dataset.num_tokens, LENGTH, 7, SampleOrder(shuffle, epochs=3))
     stream = Stream(dataset, documents, sampler)
     size = sampler.samples_per_epoch
@@ -72,7 +87,10 @@ def test_samples_of_shuffled_documents(tmp_path: Path, shuffle: str) -> None:
     tokens = samples.tokens.astype(np.int64)
     owner = np.repeat(np.arange(60), sizes)
     borders_found = np.flatnonzero(np.diff(owner[tokens[:, :-1]], axis=1).ravel() != 0)
-    assert len(samples.lengths) == len(borders_found) + len(tokens) and samples.lengths.sum() == 3 * size * LENGTH
+    assert (
+        len(samples.lengths) == len(borders_found) + len(tokens)
+        and samples.lengths.sum() == 3 * size * LENGTH
+    )
     steps = np.diff(tokens, axis=1)
     assert ((steps == 1) | (owner[tokens[:, 1:]] != owner[tokens[:, :-1]])).all()
     epochs, _ = sampler.places(np.arange(3 * size))
@@ -90,12 +108,15 @@ def test_a_bad_token_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
     stream = Stream(dataset, documents, StreamSampler(600, LENGTH, 7))
     with pytest.raises(DataError) as caught:
         StreamReader([stream], Blend([1.0]), stream.sampler.sequence_length, 407, 1e6).read(0, 37)
-    document, offset, token = map(int, re.findall(r"(?:document|offset|token id) (\d+)", str(caught.value)))
+    document, offset, token = map(
+        int, re.findall(r"(?:document|offset|token id) (\d+)", str(caught.value))
+    )
     assert token == 20 * document + offset >= 407
 
 
 def test_a_damaged_index_is_noticed(tmp_path: Path) -> None:
-    """Sizes that do not add up, in a part of a large index that was not checked when it was opened."""
+    """Sizes that do not add up, in a part of a large index that was not checked when it was
+    opened."""
     dataset, documents = open_documents(tmp_path / "x", [20] * 30)
     with open(dataset.index_path, "r+b") as index:
         index.seek(HEADER.size + 4 * 13)

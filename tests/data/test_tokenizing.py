@@ -46,7 +46,10 @@ def test_round_trips_are_exact(trained: JsonTokenizer, byte_file: str) -> None:
         for text, ids in zip(TEXTS, batch, strict=True):
             assert tokenizer.encode(text) == ids.tolist()
             assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_document]) == text
-            assert tokenizer.end_of_document not in ids and max(ids.tolist(), default=0) < tokenizer.vocab_size
+            assert (
+                tokenizer.end_of_document not in ids
+                and max(ids.tolist(), default=0) < tokenizer.vocab_size
+            )
 
 
 def test_byte_file_has_the_ids_of_the_byte_tokenizer(byte_file: str) -> None:
@@ -59,7 +62,8 @@ def test_byte_file_has_the_ids_of_the_byte_tokenizer(byte_file: str) -> None:
 
 
 def test_training_is_deterministic_and_compresses(trained: JsonTokenizer, tmp_path: Path) -> None:
-    """The same texts give the same bytes of file; the vocabulary has the size asked for and shortens the text."""
+    """The same texts give the same bytes of file; the vocabulary has the size asked for and
+    shortens the text."""
     again = train_tokenizer(iter(TEXTS * 3), 300, str(tmp_path / "again.json"))
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
     assert again.vocab_size == trained.vocab_size == 300
@@ -89,7 +93,8 @@ def test_truncation_and_padding_of_a_file_are_off(byte_file: str) -> None:
 
 
 def test_end_of_document_is_found_or_asked_for(byte_file: str, tmp_path: Path) -> None:
-    """tokenizer_config.json beside the file wins, then common names; none at all is an error unless none is needed."""
+    """tokenizer_config.json beside the file wins, then common names; none at all is an error unless
+    none is needed."""
     renamed = Path(byte_file).read_text().replace(END_OF_DOCUMENT, "[STOP]")
     (tmp_path / "odd").mkdir()
     odd = tmp_path / "odd" / "tokenizer.json"
@@ -116,7 +121,9 @@ def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte", "trained"])
-def test_transformers_loads_the_folder(trained: JsonTokenizer, byte_file: str, tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_the_folder(
+    trained: JsonTokenizer, byte_file: str, tmp_path: Path, kind: str
+) -> None:
     """AutoTokenizer loads what copy_tokenizer writes: same ids, exact round trip, eos token."""
     transformers = pytest.importorskip("transformers")
     source = JsonTokenizer(byte_file if kind == "byte" else trained.path)
@@ -132,7 +139,8 @@ def test_transformers_loads_the_folder(trained: JsonTokenizer, byte_file: str, t
 
 
 def write_beside(folder: Path, tokenizer: bytes, **files: object) -> Path:
-    """Make a tokenizer folder like those on the hub, with files of other tools beside it; return its tokenizer.json."""
+    """Make a tokenizer folder like those on the hub, with files of other tools beside it; return
+    its tokenizer.json."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(tokenizer)
     for name, content in files.items():
@@ -140,37 +148,58 @@ def write_beside(folder: Path, tokenizer: bytes, **files: object) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_copy_keeps_special_tokens_and_needs_no_end_of_document(byte_file: str, tmp_path: Path) -> None:
-    """A tokenizer without a known end of document is exported anyway, so that hours of training are not lost."""
+def test_copy_keeps_special_tokens_and_needs_no_end_of_document(
+    byte_file: str, tmp_path: Path
+) -> None:
+    """A tokenizer without a known end of document is exported anyway, so that hours of training are
+    not lost."""
     renamed = Path(byte_file).read_bytes().replace(END_OF_DOCUMENT.encode(), b"[STOP]")
     source = write_beside(tmp_path / "source", renamed)
     assert copy_tokenizer(str(source), tmp_path) == {"bos_token_id": None, "eos_token_id": None}
     named = {"bos_token": "[STOP]", "tokenizer_class": "Other"}
     source = write_beside(tmp_path / "named", renamed, **{"tokenizer_config.json": named})
-    assert copy_tokenizer(str(source), tmp_path, keep_class=True) == {"bos_token_id": 256, "eos_token_id": None}
+    assert copy_tokenizer(str(source), tmp_path, keep_class=True) == {
+        "bos_token_id": 256,
+        "eos_token_id": None,
+    }
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()).items() >= named.items()
-    copy_tokenizer(str(source), tmp_path)  # after training the ids count, which another class could change
+    copy_tokenizer(
+        str(source), tmp_path
+    )  # after training the ids count, which another class could change
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["bos_token"] == "[STOP]"
+    assert (
+        written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["bos_token"] == "[STOP]"
+    )
 
 
 BESIDE = {
-    "tokenizer_config.json": {"eos_token": END_OF_DOCUMENT, "tokenizer_class": "PreTrainedTokenizerFast", "x": [1]},
+    "tokenizer_config.json": {
+        "eos_token": END_OF_DOCUMENT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "x": [1],
+    },
     "special_tokens_map.json": {"eos_token": END_OF_DOCUMENT},
     "added_tokens.json": {END_OF_DOCUMENT: 256},
     "vocab.json": {},
     "merges.txt": "",
     "chat_template.jinja": "{{ messages }}",
 }
-OTHER = dict.fromkeys(("README.md", "pytorch_model.bin", "modeling_evil.py", "config.json", ".env"), "not to be copied")
+OTHER = dict.fromkeys(
+    ("README.md", "pytorch_model.bin", "modeling_evil.py", "config.json", ".env"),
+    "not to be copied",
+)
 
 
 def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_path: Path) -> None:
-    """Files of a tokenizer are copied byte for byte; beside a file of another name, only special tokens are read."""
+    """Files of a tokenizer are copied byte for byte; beside a file of another name, only special
+    tokens are read."""
     source, target = tmp_path / "source", tmp_path / "target"
     write_beside(source, Path(byte_file).read_bytes(), **BESIDE, **OTHER)
     target.mkdir()
-    assert copy_tokenizer(source / "tokenizer.json", target) == {"bos_token_id": None, "eos_token_id": 256}
+    assert copy_tokenizer(source / "tokenizer.json", target) == {
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", *BESIDE}
     assert all(path.read_bytes() == (source / path.name).read_bytes() for path in target.iterdir())
     (source / "tokenizer.json").rename(source / "mine.tokenizer.json")
@@ -181,15 +210,23 @@ def test_files_of_the_tokenizer_come_along_and_no_others(byte_file: str, tmp_pat
 
 
 def test_missing_entries_of_a_tokenizer_config_are_added(byte_file: str, tmp_path: Path) -> None:
-    """An export names a class that loads tokenizer.json, and the end of a document from special_tokens_map.json."""
+    """An export names a class that loads tokenizer.json, and the end of a document from
+    special_tokens_map.json."""
     source = tmp_path / "source"
-    write_beside(source, Path(byte_file).read_bytes(), **{"tokenizer_config.json": {"model_max_length": 77}})
+    write_beside(
+        source, Path(byte_file).read_bytes(), **{"tokenizer_config.json": {"model_max_length": 77}}
+    )
     assert copy_tokenizer(source / "tokenizer.json", tmp_path)["eos_token_id"] == 256
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     added = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
     assert config == {"model_max_length": 77, **added}
-    (source / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "A"}, "bos_token": "B"}))
-    assert copy_tokenizer(source / "tokenizer.json", tmp_path) == {"bos_token_id": 66, "eos_token_id": 65}
+    (source / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "A"}, "bos_token": "B"})
+    )
+    assert copy_tokenizer(source / "tokenizer.json", tmp_path) == {
+        "bos_token_id": 66,
+        "eos_token_id": 65,
+    }
 
 
 def test_a_huge_object_is_not_read(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from megatron_lite.data.loader import Waiting
 
 
 def warnings(waits: list[float], step_s: float, **options: object) -> list[tuple[int, str]]:
-    """Return (iteration, warning) of a run whose iterations wait as long and then compute for `step_s`."""
+    """Return (iteration, warning) of a run whose iterations wait as long and then compute for
+    `step_s`."""
     now = 0.0
     waiting, found = Waiting(DataConfig(**options), lambda: now), []  # type: ignore[arg-type]
     for number, wait in enumerate(waits):
@@ -19,7 +20,8 @@ def warnings(waits: list[float], step_s: float, **options: object) -> list[tuple
 
 
 def test_said_once_after_fifty_iterations() -> None:
-    """Workers that give two batches at a time, half of the iterations without a wait, are a bottleneck, too."""
+    """Workers that give two batches at a time, half of the iterations without a wait, are a
+    bottleneck, too."""
     ((number, warning),) = warnings([0.04, 0.0] * 100, 0.08, num_workers=2)
     assert number == 50
     assert warning.startswith(

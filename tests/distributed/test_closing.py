@@ -10,9 +10,10 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.run import exit_status
 from tests.support.launch import ROOT
 
-# Two ranks train a few steps, then start a collective that completes while the main thread holds Python's lock and
-# gives it to nobody, as it may on a busy machine: a thread of gloo is left to wait for the lock, to drop its tensor.
-# `kept` keeps everything there is until the interpreter ends, and `last` makes the interpreter give the lock away then.
+# Two ranks train a few steps, then start a collective that completes while the main thread holds
+# Python's lock and gives it to nobody, as it may on a busy machine: a thread of gloo is left to
+# wait for the lock, to drop its tensor. `kept` keeps everything there is until the interpreter
+# ends, and `last` makes the interpreter give the lock away then.
 PROGRAM = """
 import os, sys, time, weakref
 import torch
@@ -61,7 +62,8 @@ sys.exit(3 if any(one() for one in groups) else 0)
 
 
 def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
-    """`close` waits for the threads of its groups, although the engine and the groups' owner live on.
+    """`close` waits for the threads of its groups, although the engine and the groups' owner live
+    on.
 
     Without that both ranks, done with everything, die of SIGABRT.
     """
@@ -71,8 +73,14 @@ def test_a_finished_run_ends_with_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_an_error_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names in a downloaded file may hold anything: control characters and undecodable bytes are escaped."""
+    """Names in a downloaded file may hold anything: control characters and undecodable bytes are
+    escaped."""
     assert (
-        exit_status.report(CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, prints=True) == 4
+        exit_status.report(
+            CheckpointError("key \x1b[2J\r\udcff\u2028is\nnot known, für alle"), None, prints=True
+        )
+        == 4
     )
-    assert capsys.readouterr().err == "ERROR: key \\x1b[2J\\r\\udcff\\u2028is\nnot known, für alle\n"
+    assert (
+        capsys.readouterr().err == "ERROR: key \\x1b[2J\\r\\udcff\\u2028is\nnot known, für alle\n"
+    )

@@ -1,4 +1,5 @@
-"""Ranks meet and watch each other in a real store, each in a thread: a rank that died is known everywhere at once."""
+"""Ranks meet and watch each other in a real store, each in a thread: a rank that died is known
+everywhere at once."""
 
 import dataclasses
 import os
@@ -14,7 +15,14 @@ from typing import Any
 import pytest
 
 from megatron_lite.distributed import peer_watch
-from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, PeerWatch, connect, open_store, statuses
+from megatron_lite.distributed.peer_watch import (
+    Meeting,
+    MeetingPoint,
+    PeerWatch,
+    connect,
+    open_store,
+    statuses,
+)
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Progress
 from megatron_lite.errors import PeerError, RunError, StoppedError, UnreachableError, UsageError
@@ -40,7 +48,8 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def all_threads_end() -> Iterator[None]:
-    """A thread that is inside the store while the interpreter ends aborts the process, whose tests all passed."""
+    """A thread that is inside the store while the interpreter ends aborts the process, whose tests
+    all passed."""
     yield
     for thread in threading.enumerate():
         if thread.name == THREAD:
@@ -61,7 +70,9 @@ def meet(
 
     def work() -> None:
         try:
-            meeting = Meeting(point, store, place, world_size, range(world_size), timeout_s, options)
+            meeting = Meeting(
+                point, store, place, world_size, range(world_size), timeout_s, options
+            )
             meeting.enter()
             meeting.wait()
             results.append(meeting)
@@ -100,7 +111,8 @@ def hosts_of(server: Any) -> str:
 def test_where_the_store_of_rank_0_listens(
     host: str, resolved: list[str], one_machine: bool, listens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the address of its host only, where all ranks must find it: no stranger in the network reaches the store."""
+    """At the address of its host only, where all ranks must find it: no stranger in the network
+    reaches the store."""
 
     def look_up(name: str, port: int, type: int) -> list[Any]:
         if name != host or not resolved:
@@ -122,18 +134,22 @@ def test_every_rank_knows_the_places_of_all(point: MeetingPoint) -> None:
 
 
 def test_a_rank_that_came_and_died_is_named_at_once(point: MeetingPoint) -> None:
-    """The third rank may come in an hour: the first need not wait so long to say that the second is gone."""
+    """The third rank may come in an hour: the first need not wait so long to say that the second is
+    gone."""
     store = open_store(point, 0, 3, TIMEOUT_S)
     gone = Place(1, own_place(1).host, own_place(1).machine, ended_process())
     meet(point, connect(point, 3, TIMEOUT_S), gone, 3, timeout_s=0.2)
     begun_s = time.monotonic()
-    with pytest.raises(PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"):
+    with pytest.raises(
+        PeerError, match=rf"lost rank 1 \(process {gone.pid} on .*\) while the ranks were meeting"
+    ):
         meet(point, store, own_place(0), 3)()
     assert time.monotonic() - begun_s < 5
 
 
 def test_the_death_of_rank_0_is_that_of_its_store(point: MeetingPoint) -> None:
-    """All machines notice it by the store, so all say the same, whichever sign comes first; not with torchrun's."""
+    """All machines notice it by the store, so all say the same, whichever sign comes first; not
+    with torchrun's."""
     gone = Place(0, own_place(0).host, own_place(0).machine, ended_process())
     store = open_store(point, 0, 5, TIMEOUT_S)  # which answers as long as it is referred to
     meet(point, store, gone, 5, timeout_s=0.2)
@@ -150,41 +166,57 @@ def test_the_end_of_the_store_is_the_end_of_rank_0(point: MeetingPoint) -> None:
         "point = MeetingPoint('localhost', int(sys.argv[1]), True, 'test'); "
         "store = open_store(point, 0, 3, 30); print('open', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(point.port)], stdout=subprocess.PIPE) as rank_0:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(point.port)], stdout=subprocess.PIPE
+    ) as rank_0:
         assert rank_0.stdout is not None and rank_0.stdout.readline()
         end = meet(point, open_store(point, 1, 3, TIMEOUT_S), own_place(1), 3)
         time.sleep(0.1)
         rank_0.kill()
-    with pytest.raises(PeerError, match=f"lost rank 0, where the ranks meet \\(localhost:{point.port}\\)"):
+    with pytest.raises(
+        PeerError, match=f"lost rank 0, where the ranks meet \\(localhost:{point.port}\\)"
+    ):
         end()
 
 
 def test_ranks_that_do_not_come_are_named(point: MeetingPoint) -> None:
     store = open_store(point, 0, 3, TIMEOUT_S)
     meet(point, connect(point, 3, TIMEOUT_S), own_place(2), 3, timeout_s=0.2)
-    with pytest.raises(PeerError, match=r"2 of 3 ranks met .* within --startup_timeout=0.2 s; missing: rank 1\."):
+    with pytest.raises(
+        PeerError, match=r"2 of 3 ranks met .* within --startup_timeout=0.2 s; missing: rank 1\."
+    ):
         meet(point, store, own_place(0), 3, timeout_s=0.2)()
 
 
 def test_a_store_that_nobody_opens_is_rank_0(point: MeetingPoint) -> None:
     """It never came; the limit holds once, not once for each of torch's attempts."""
     begun_s = time.monotonic()
-    with pytest.raises(PeerError, match=r"nobody answered .* within --startup_timeout=0.5 s, .*; missing: rank 0\."):
+    with pytest.raises(
+        PeerError, match=r"nobody answered .* within --startup_timeout=0.5 s, .*; missing: rank 0\."
+    ):
         open_store(point, 1, 3, 0.5)
     assert time.monotonic() - begun_s < 10
 
 
 def test_the_first_announced_reason_ends_all(point: MeetingPoint) -> None:
-    """Of any class; a rank that comes later hears it too. Rank 0 records it, and is the last to leave its store."""
+    """Of any class; a rank that comes later hears it too. Rank 0 records it, and is the last to
+    leave its store."""
     store = open_store(point, 0, 3, TIMEOUT_S)
-    first, second = (Meeting(point, store, own_place(rank), 3, range(3), TIMEOUT_S) for rank in (0, 1))
+    first, second = (
+        Meeting(point, store, own_place(rank), 3, range(3), TIMEOUT_S) for rank in (0, 1)
+    )
     first.enter()
     second.enter()
     own = UsageError("no GPU")
     assert second.announced() is None
     assert second.announce(own) is own
     heard = first.announce(StoppedError("stopped"))
-    assert (type(heard), str(heard), heard.recorded, heard.agreed) == (UsageError, "rank 1: no GPU", True, True)
+    assert (type(heard), str(heard), heard.recorded, heard.agreed) == (
+        UsageError,
+        "rank 1: no GPU",
+        True,
+        True,
+    )
     with pytest.raises(UsageError, match="rank 1: no GPU") as caught:
         meet(point, store, own_place(2), 3)()
     assert not caught.value.recorded
@@ -199,7 +231,8 @@ def test_the_first_announced_reason_ends_all(point: MeetingPoint) -> None:
 
 
 def test_a_stranger_ends_nobody(point: MeetingPoint) -> None:
-    """The rank of another run with the same MASTER_PORT is refused before it can announce anything."""
+    """The rank of another run with the same MASTER_PORT is refused before it can announce
+    anything."""
     store = open_store(point, 0, 2, TIMEOUT_S)
     first = Meeting(point, store, own_place(0), 2, range(2), TIMEOUT_S)
     first.enter()
@@ -211,19 +244,25 @@ def test_a_stranger_ends_nobody(point: MeetingPoint) -> None:
 
 
 def test_a_second_process_of_one_rank_is_refused(point: MeetingPoint) -> None:
-    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each other. The store
-    of a torchrun on several nodes still knows the ranks that it started first."""
+    """Two jobs with one MASTER_PORT would otherwise train with each other's ranks, or wait for each
+    other. The store of a torchrun on several nodes still knows the ranks that it started first."""
     store = open_store(point, 0, 3, TIMEOUT_S)
     meet(point, store, own_place(0), 3, timeout_s=0.5)
     time.sleep(0.1)
     of_torchrun = dataclasses.replace(point, hosted=False)
-    with pytest.raises(UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT\?$"):
+    with pytest.raises(
+        UsageError, match=r"two processes say that they are rank 0 .* same MASTER_PORT\?$"
+    ):
         meet(point, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
-    with pytest.raises(UsageError, match=r"\(--max-restarts\)\? That works on one node only; .* the whole job again$"):
+    with pytest.raises(
+        UsageError,
+        match=r"\(--max-restarts\)\? That works on one node only; .* the whole job again$",
+    ):
         meet(of_torchrun, connect(point, 3, TIMEOUT_S), Place(0, "elsewhere", "b", 1), 3)()
 
 
-# -- after they have met ----------------------------------------------------------------------------------------------
+# -- after they have met
+# ----------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -232,7 +271,11 @@ class Watched:
     def __init__(self) -> None:
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         here = own_place(0)
-        places = [here, Place(1, here.host, here.machine, self.child.pid), Place(2, "node1", "another", 1)]
+        places = [
+            here,
+            Place(1, here.host, here.machine, self.child.pid),
+            Place(2, "node1", "another", 1),
+        ]
         point = MeetingPoint("localhost", free_port(), hosted=True, prefix="test")
         self._store = open_store(point, 0, 3, 10.0)
         self.cable = Proxy(point.port).listen()  # of the second machine
@@ -245,11 +288,21 @@ class Watched:
         self.meetings: dict[int, Meeting] = {}
         for rank in (0, 2):
             own = self._store if rank == 0 else open_store(elsewhere, rank, 3, 10.0)
-            meeting = Meeting(elsewhere if rank else point, own, places[rank], 3, range(3), 10.0, silence_s=SILENCE_S)
+            meeting = Meeting(
+                elsewhere if rank else point,
+                own,
+                places[rank],
+                3,
+                range(3),
+                10.0,
+                silence_s=SILENCE_S,
+            )
             meeting.enter()
             meeting.places = places
             self.meetings[rank] = meeting
-            self.watches[rank] = PeerWatch(meeting, self.progress[rank], self._knows(rank), self.asked[rank].set)
+            self.watches[rank] = PeerWatch(
+                meeting, self.progress[rank], self._knows(rank), self.asked[rank].set
+            )
         self._store.set("at/1", '[7, 0.0, "reduce", 8, "the step", 3, 0]')
 
     def _knows(self, rank: int) -> Any:
@@ -273,7 +326,8 @@ def watched() -> Iterator[Watched]:
 
 
 def test_a_machine_that_cannot_be_reached_is_known_on_both_sides(watched: Watched) -> None:
-    """A cable that is pulled closes no connection: only silence shows it, wherever the ranks wait."""
+    """A cable that is pulled closes no connection: only silence shows it, wherever the ranks
+    wait."""
     rows = watched.watches[0].rows()
     wait_until(lambda: {place.rank for place in watched.watches[0].heard(rows)} == {0, 1, 2})
     watched.cable.open.clear()
@@ -282,7 +336,9 @@ def test_a_machine_that_cannot_be_reached_is_known_on_both_sides(watched: Watche
         error = watched.lost[rank]
         assert isinstance(error, UnreachableError) and error.names_rank
         who = "rank 0, where the ranks meet" if rank else "rank 2 (process 1 on node1)"
-        assert str(error).startswith(who) and "cannot be reached, or the machine hangs: nothing was h" in str(error)
+        assert str(error).startswith(
+            who
+        ) and "cannot be reached, or the machine hangs: nothing was h" in str(error)
     assert 2 not in {place.rank for place in watched.watches[0].heard(watched.watches[0].rows())}
 
 
@@ -306,7 +362,8 @@ def test_a_pause_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_died_is_known_on_all_machines(watched: Watched) -> None:
-    """Its machine sees the process, the other one reads about it; both know its name, without any collective."""
+    """Its machine sees the process, the other one reads about it; both know its name, without any
+    collective."""
     watched.child.kill()
     for rank in (0, 2):
         assert watched.known[rank].wait(10)
@@ -319,7 +376,9 @@ def test_a_stop_is_known_on_all_machines(watched: Watched) -> None:
     """Before there is anything to save, a signal to one rank ends all."""
     watched.meetings[2].announce(StoppedError("stopped by SIGTERM in the loading"))
     assert watched.known[0].wait(10)
-    assert isinstance(watched.lost[0], StoppedError) and str(watched.lost[0]).startswith("stopped by SIGTERM")
+    assert isinstance(watched.lost[0], StoppedError) and str(watched.lost[0]).startswith(
+        "stopped by SIGTERM"
+    )
 
 
 def test_after_the_end_nobody_is_missed(watched: Watched) -> None:
@@ -332,12 +391,16 @@ def test_after_the_end_nobody_is_missed(watched: Watched) -> None:
 
 
 def test_what_all_ranks_are_doing(watched: Watched) -> None:
-    """A rank reports its phase and its newest collective; the one that came least far is the one to look at."""
+    """A rank reports its phase and its newest collective; the one that came least far is the one to
+    look at."""
     watched.progress[2].at("the save", 4)
     watched.progress[2].started("gather", 100)
     expected = [(0, "", "the start", 0), (7, "reduce", "the step", 3), (1, "gather", "the save", 4)]
     for _ in range(200):
-        found = [(one.number, one.kind, one.phase, one.iteration) for one in statuses(watched.watches[0].rows())]
+        found = [
+            (one.number, one.kind, one.phase, one.iteration)
+            for one in statuses(watched.watches[0].rows())
+        ]
         if found == expected:
             break
         threading.Event().wait(0.02)
@@ -351,13 +414,24 @@ def test_a_rank_can_ask_all_for_their_stacks(watched: Watched) -> None:
 
 
 def test_options_that_differ_end_all_ranks_with_one_message(point: MeetingPoint) -> None:
-    """Another version comes first, then what was typed; not what follows from that. Rank 0 leaves last, as its end is
-    the store's."""
-    ours = {"torch": ["2.13", "2.13"], "--lr_decay_iters": ["6", "none"], "--train_iters": ["6", "6"]}
-    theirs = {"torch": ["2.12", "2.12"], "--lr_decay_iters": ["7", "none"], "--train_iters": ["7", "7"]}
+    """Another version comes first, then what was typed; not what follows from that. Rank 0 leaves
+    last, as its end is the store's."""
+    ours = {
+        "torch": ["2.13", "2.13"],
+        "--lr_decay_iters": ["6", "none"],
+        "--train_iters": ["6", "6"],
+    }
+    theirs = {
+        "torch": ["2.12", "2.12"],
+        "--lr_decay_iters": ["7", "none"],
+        "--train_iters": ["7", "7"],
+    }
     stores = [open_store(point, rank, 3, TIMEOUT_S) for rank in range(3)]
     places = [own_place(rank) for rank in range(3)]
-    ends = [meet(point, stores[rank], places[rank], 3, options=theirs if rank == 2 else ours) for rank in range(3)]
+    ends = [
+        meet(point, stores[rank], places[rank], 3, options=theirs if rank == 2 else ours)
+        for rank in range(3)
+    ]
     said = f"torch=2.12 on {places[2]}, but 2.13 on {places[0]}; --train_iters=7 on {places[2]}, but 6 on {places[0]}; "
     for end in ends:
         with pytest.raises(UsageError) as caught:

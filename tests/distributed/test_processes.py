@@ -33,7 +33,9 @@ def near(pid: int, machine: str = "this") -> list[Place]:
     return neighbors([own, Place(1, "host", machine, pid)], own)
 
 
-def test_a_killed_process_is_gone_before_and_after_its_parent_waits_for_it(child: subprocess.Popen[bytes]) -> None:
+def test_a_killed_process_is_gone_before_and_after_its_parent_waits_for_it(
+    child: subprocess.Popen[bytes],
+) -> None:
     """Alive, then a zombie (as the ranks of torchrun are for a moment), then no process at all."""
     assert gone(near(child.pid), 0.1) == []
     child.kill()

@@ -1,7 +1,7 @@
 """Collectives by pairwise exchange: their sums, their order, and that they hold on to nothing.
 
-Ranks are threads, whose messages are copied when the receiver waits: a sender that overwrites what it still sends, and
-a receiver that reads too early, are found.
+Ranks are threads, whose messages are copied when the receiver waits: a sender that overwrites what
+it still sends, and a receiver that reads too early, are found.
 """
 
 from collections import defaultdict
@@ -39,7 +39,9 @@ class Transfer:
         self.is_done = False
 
     def wait(self) -> None:
-        has_started = self._turn.wait_for(lambda: self.sent is not None and self.received is not None, TIMEOUT_S)
+        has_started = self._turn.wait_for(
+            lambda: self.sent is not None and self.received is not None, TIMEOUT_S
+        )
         assert has_started, "nobody sent or received a message"
         if not self.is_done:
             assert self.sent is not None and self.before is not None and self.received is not None
@@ -50,7 +52,8 @@ class Transfer:
 
 
 class Post:
-    """The messages under way between ranks that are threads, in the place of `torch.distributed`."""
+    """The messages under way between ranks that are threads, in the place of
+    `torch.distributed`."""
 
     def __init__(self) -> None:
         self.transfers: dict[tuple[Any, ...], list[Transfer]] = defaultdict(list)
@@ -86,7 +89,9 @@ def small_chunks_by_post(monkeypatch: pytest.MonkeyPatch) -> Iterator[Post]:
     monkeypatch.setattr(rank_group, "REDUCTION_SLOTS", 3)
     yield post
     assert all(len(some) == 1 for some in post.transfers.values()), "two messages have one tag"
-    assert all(transfer.is_done for some in post.transfers.values() for transfer in some), "nobody waited"
+    assert all(transfer.is_done for some in post.transfers.values() for transfer in some), (
+        "nobody waited"
+    )
 
 
 def on_ranks(count: int, function: Callable[[Group], Any]) -> list[Any]:
@@ -99,9 +104,10 @@ def on_ranks(count: int, function: Callable[[Group], Any]) -> list[Any]:
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return numbers whose sum depends on the order."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    return (torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)).to(
-        dtype
-    )
+    return (
+        torch.randn(shape, generator=generator)
+        * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
+    ).to(dtype)
 
 
 def in_rank_order(parts: list[Tensor]) -> Tensor:
@@ -139,10 +145,13 @@ def test_two_ranks_exchange_whole_buffers(small_chunks_by_post: Post) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_several_collectives_in_flight(ranks: int) -> None:
-    """Waited for in another order than they started, twice, and completed by later ones; tags do not get mixed up."""
+    """Waited for in another order than they started, twice, and completed by later ones; tags do
+    not get mixed up."""
 
     def run(group: Group) -> list[Tensor]:
-        first, second = (values(group.rank, (5 * ranks + 1,), torch.float32, seed) for seed in (1, 2))
+        first, second = (
+            values(group.rank, (5 * ranks + 1,), torch.float32, seed) for seed in (1, 2)
+        )
         third = values(group.rank, (40 * ranks,), torch.float32, 3)
         gathered = torch.zeros(ranks, 9)
         gathered[group.rank] = values(group.rank, (9,), torch.float32, 4)
@@ -163,7 +172,9 @@ def test_several_collectives_in_flight(ranks: int) -> None:
         ]
         assert torch.equal(first, sums[0]) and torch.equal(second, sums[1])
         assert torch.equal(third, sums[2].view(ranks, -1)[rank])
-        assert torch.equal(gathered, torch.stack([values(other, (9,), torch.float32, 4) for other in range(ranks)]))
+        assert torch.equal(
+            gathered, torch.stack([values(other, (9,), torch.float32, 4) for other in range(ranks)])
+        )
 
 
 def test_small_sums_are_the_same_bits_everywhere() -> None:
@@ -171,7 +182,9 @@ def test_small_sums_are_the_same_bits_everywhere() -> None:
         return group.sum_in_rank_order(values(group.rank, (3,), torch.float64))
 
     first, *others = on_ranks(4, run)
-    assert torch.equal(first, torch.stack([values(rank, (3,), torch.float64) for rank in range(4)]).sum(dim=0))
+    assert torch.equal(
+        first, torch.stack([values(rank, (3,), torch.float64) for rank in range(4)]).sum(dim=0)
+    )
     assert all(torch.equal(other, first) for other in others)
 
 
@@ -180,7 +193,8 @@ def test_traffic_counts_an_all_reduce_as_two_passes() -> None:
         group.all_reduce(torch.ones(10), "both").wait()
         group.reduce_scatter(torch.ones(12), "one").wait()
         return {
-            kind: (total.collectives, total.bytes, total.wire_bytes) for kind, total in group.traffic.take().items()
+            kind: (total.collectives, total.bytes, total.wire_bytes)
+            for kind, total in group.traffic.take().items()
         }
 
     assert on_ranks(4, run) == [{"both": (1, 40, 60), "one": (1, 48, 36)}] * 4
@@ -188,7 +202,8 @@ def test_traffic_counts_an_all_reduce_as_two_passes() -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 def test_a_finished_collective_keeps_no_buffer(name: str) -> None:
-    """The last reduction is remembered, but not its memory, which may be that of all tokens' activations."""
+    """The last reduction is remembered, but not its memory, which may be that of all tokens'
+    activations."""
 
     def run(group: Group) -> bool:
         buffer = torch.ones(64)

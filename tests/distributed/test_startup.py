@@ -1,4 +1,5 @@
-"""The start of a process on a GPU, with fakes: its device, NCCL's settings, and what happens before the first step."""
+"""The start of a process on a GPU, with fakes: its device, NCCL's settings, and what happens before
+the first step."""
 
 import contextlib
 import datetime
@@ -15,7 +16,12 @@ from megatron_lite.distributed import startup
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.startup import choose_device, deterministic_ways, join, refuse_shared_gpus
+from megatron_lite.distributed.startup import (
+    choose_device,
+    deterministic_ways,
+    join,
+    refuse_shared_gpus,
+)
 from megatron_lite.errors import UsageError
 from tests.support.harness import run_distributed, tiny_config
 
@@ -41,23 +47,32 @@ def test_the_device_of_a_rank(
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(UsageError, match="8 processes on this machine, but 4 GPUs; start at most one process per GPU"):
+    with pytest.raises(
+        UsageError,
+        match="8 processes on this machine, but 4 GPUs; start at most one process per GPU",
+    ):
         choose_device("cuda", 0, 8)
 
 
 def test_ranks_that_share_a_gpu_are_refused() -> None:
-    """torchrun with two processes on a machine with one GPU: each sees a GPU, and it is the same one."""
+    """torchrun with two processes on a machine with one GPU: each sees a GPU, and it is the same
+    one."""
     refuse_shared_gpus("auto", ["a", "b", "c"])
-    with pytest.raises(UsageError, match=r"--device=auto: ranks 1 and 3 have the same GPU \(b\); start at most one"):
+    with pytest.raises(
+        UsageError, match=r"--device=auto: ranks 1 and 3 have the same GPU \(b\); start at most one"
+    ):
         refuse_shared_gpus("auto", ["a", "b", "c", "b"])
 
 
 NCCL = SimpleNamespace(
-    Options=lambda **more: SimpleNamespace(config=SimpleNamespace(), **more), NCCL_CTA_POLICY_ZERO="zero"
+    Options=lambda **more: SimpleNamespace(config=SimpleNamespace(), **more),
+    NCCL_CTA_POLICY_ZERO="zero",
 )
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, **options: Any) -> list[Any]:
+def joined(
+    monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, **options: Any
+) -> list[Any]:
     """Join with fakes in place of the GPU and of every collective; return the calls in order."""
     calls: list[Any] = []
 
@@ -69,17 +84,25 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, 
         return start
 
     monkeypatch.setattr(startup, "choose_device", lambda *_: CUDA)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="unused"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="unused")
+    )
     monkeypatch.setattr(startup.torch, "zeros", lambda numel, device: numel)
     monkeypatch.setattr(
-        dist, "init_process_group", lambda name, **more: calls.append((name, more["timeout"].total_seconds()))
+        dist,
+        "init_process_group",
+        lambda name, **more: calls.append((name, more["timeout"].total_seconds())),
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
 
     def new_group(ranks: Any, backend: str, timeout: Any, pg_options: Any) -> Any:
-        assert pg_options.is_high_priority_stream and pg_options._timeout == timeout, "products must not delay it"
+        assert pg_options.is_high_priority_stream and pg_options._timeout == timeout, (
+            "products must not delay it"
+        )
         assert all(pg_options is not other for other in given), "a group writes into its options"
-        assert vars(pg_options.config) == ({"cta_policy": "zero"} if options.get("symmetric_memory") else {})
+        assert vars(pg_options.config) == (
+            {"cta_policy": "zero"} if options.get("symmetric_memory") else {}
+        )
         given.append(pg_options)
         calls.append((backend, timeout.total_seconds()))
         return f"group {len(given)}"
@@ -87,13 +110,17 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, 
     given = list[Any]()
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(
-        dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: calls.append((group, timeout.total_seconds()))
+        dist.distributed_c10d,
+        "_set_pg_timeout",
+        lambda timeout, group: calls.append((group, timeout.total_seconds())),
     )
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
     monkeypatch.setattr(Distributed, "gather_objects", lambda self, value: uuids)
     for name in ("reduce_scatter", "all_gather"):
         monkeypatch.setattr(Distributed, name, collective(name))
-    monkeypatch.setattr(Distributed, "wait_for_device", lambda self: calls.append("wait for the device"))
+    monkeypatch.setattr(
+        Distributed, "wait_for_device", lambda self: calls.append("wait for the device")
+    )
     with contextlib.suppress(UsageError):
         distributed = join(DistributedConfig(device="cuda", **options), 0, len(uuids), 0)
         calls.append("joined")
@@ -103,8 +130,9 @@ def joined(monkeypatch: pytest.MonkeyPatch, uuids: list[str], nccl: Any = NCCL, 
 
 
 def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its watchdog has more time than our own message needs, for the first step; `test_step_watch.py` says when it has
-    less. The first collectives are over when `join` returns."""
+    """Its watchdog has more time than our own message needs, for the first step;
+    `test_step_watch.py` says when it has less. The first collectives are over when `join`
+    returns."""
     calls = joined(monkeypatch, ["a", "b", "c"], distributed_timeout=60.0, startup_timeout=3600.0)
     numel = 4194306  # a multiple of the number of ranks
     assert calls == [
@@ -120,13 +148,18 @@ def test_nccl_connects_before_the_first_step(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_symmetric_memory_is_used_where_there_are_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups ask for zero CTAs; buffers may be registered after the first collectives, and only then."""
+def test_symmetric_memory_is_used_where_there_are_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups ask for zero CTAs; buffers may be registered after the first collectives, and only
+    then."""
     from torch.distributed import _symmetric_memory as library
 
     groups: list[Distributed] = []
     real = startup.warm_up
-    monkeypatch.setattr(startup, "warm_up", lambda distributed: (groups.append(distributed), real(distributed)))
+    monkeypatch.setattr(
+        startup, "warm_up", lambda distributed: (groups.append(distributed), real(distributed))
+    )
     backends = list[str]()
     monkeypatch.setattr(library, "set_backend", backends.append)
     for uuids, options in ((["a"], True), (["a", "b"], False), (["a", "b"], True)):
@@ -136,11 +169,18 @@ def test_symmetric_memory_is_used_where_there_are_several_ranks(monkeypatch: pyt
 
 
 def test_symmetric_memory_needs_gpus_and_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="^--symmetric_memory=1: needs GPUs, and this run is on cpu; leave it out$"):
+    with pytest.raises(
+        UsageError, match="^--symmetric_memory=1: needs GPUs, and this run is on cpu; leave it out$"
+    ):
         join(DistributedConfig(device="cpu", symmetric_memory=True), 0, 1, 0)
     old = SimpleNamespace(Options=NCCL.Options)
-    assert joined(monkeypatch, ["a", "b"], old, symmetric_memory=True) == [("gloo", 3600.0)], "it must not go on"
-    with pytest.raises(UsageError, match="^--symmetric_memory=1: needs NCCL 2.28, and torch .* has less; leave it out"):
+    assert joined(monkeypatch, ["a", "b"], old, symmetric_memory=True) == [("gloo", 3600.0)], (
+        "it must not go on"
+    )
+    with pytest.raises(
+        UsageError,
+        match="^--symmetric_memory=1: needs NCCL 2.28, and torch .* has less; leave it out",
+    ):
         startup._new_group(True, datetime.timedelta(1), True)
     with pytest.raises(UsageError, match="^--symmetric_memory=1, --deterministic=1: "):
         tiny_config(1, device="cuda", symmetric_memory=True, deterministic=True)
@@ -155,7 +195,9 @@ def test_tf32_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == ["high"]
 
 
-def test_nccl_is_not_asked_to_connect_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_not_asked_to_connect_ranks_that_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = joined(monkeypatch, ["a", "a"])
     assert [name for name, _ in calls] == ["gloo", "nccl"]
 
@@ -164,8 +206,12 @@ def nccl_settings(distributed: Distributed) -> tuple[str | None, str | None]:
     return os.environ.get("NCCL_ALGO"), os.environ.get("NCCL_PROTO")
 
 
-@pytest.mark.parametrize(("deterministic", "settings"), [(True, ("Ring", "Simple")), (False, (None, None))])
-def test_deterministic_runs_pin_the_algorithm_of_nccl(deterministic: bool, settings: tuple[str | None, ...]) -> None:
+@pytest.mark.parametrize(
+    ("deterministic", "settings"), [(True, ("Ring", "Simple")), (False, (None, None))]
+)
+def test_deterministic_runs_pin_the_algorithm_of_nccl(
+    deterministic: bool, settings: tuple[str | None, ...]
+) -> None:
     """Before the process group exists, and only with --deterministic=1."""
     assert run_distributed(1, nccl_settings, deterministic=deterministic) == [settings]
 
@@ -178,8 +224,9 @@ def test_the_users_own_settings_of_nccl_win_and_are_named(monkeypatch: pytest.Mo
     try:
         startup.make_deterministic()
         assert (os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]) == ("Tree", "Simple")
-        assert "NCCL uses one algorithm (NCCL_ALGO=Tree as you set it, NCCL_PROTO=Simple)" in deterministic_ways(
-            CUDA, triton=True
+        assert (
+            "NCCL uses one algorithm (NCCL_ALGO=Tree as you set it, NCCL_PROTO=Simple)"
+            in deterministic_ways(CUDA, triton=True)
         )
     finally:
         torch.use_deterministic_algorithms(before[0])
@@ -195,5 +242,11 @@ def test_each_group_of_a_step_has_options_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Group, "all_gather", lambda self, buffer: Works())
     monkeypatch.setattr(Group, "all_reduce", lambda self, buffer, kind: Works())
     calls = joined(monkeypatch, ["a", "b", "c", "d"], tensor_parallel=2)
-    assert [call for call in calls if call[0] == "nccl"] == [("nccl", 7260.0)] * 5, "all, 2 data, 2 tensor"
-    assert [call[0] for call in calls if call[0].startswith("group")] == ["group 1", "group 2", "group 4"]
+    assert [call for call in calls if call[0] == "nccl"] == [("nccl", 7260.0)] * 5, (
+        "all, 2 data, 2 tensor"
+    )
+    assert [call[0] for call in calls if call[0].startswith("group")] == [
+        "group 1",
+        "group 2",
+        "group 4",
+    ]

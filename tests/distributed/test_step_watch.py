@@ -1,4 +1,5 @@
-"""A rank that hangs on a GPU: every wait of the others ends with our message, before NCCL's watchdog aborts them."""
+"""A rank that hangs on a GPU: every wait of the others ends with our message, before NCCL's
+watchdog aborts them."""
 
 import sys
 import time
@@ -21,7 +22,8 @@ LATE = r"another rank hangs or died: a step did not end within --distributed_tim
 
 
 class Gpu:
-    """A clock, and events that complete at times given in the order of their recording; None: never."""
+    """A clock, and events that complete at times given in the order of their recording; None:
+    never."""
 
     def __init__(self, *ends_s: float | None) -> None:
         self.now_s, self.waits = 0.0, 0
@@ -29,7 +31,9 @@ class Gpu:
 
     def event(self) -> Any:
         end_s = next(self._ends_s)
-        return SimpleNamespace(record=lambda: None, query=lambda: end_s is not None and self.now_s >= end_s)
+        return SimpleNamespace(
+            record=lambda: None, query=lambda: end_s is not None and self.now_s >= end_s
+        )
 
     def sleep(self, seconds: float) -> None:
         self.now_s += max(seconds, 0.05)
@@ -52,7 +56,8 @@ def test_the_host_stays_one_step_ahead() -> None:
 
 
 def test_a_wait_while_the_newest_step_hangs_ends_after_the_time_out() -> None:
-    """The step before has ended, so `end_step` returns; the next wait of the host, whatever it is, finds the hang."""
+    """The step before has ended, so `end_step` returns; the next wait of the host, whatever it is,
+    finds the hang."""
     gpu = Gpu(1.0, None)
     watch = gpu.watch(60.0)
     watch.end_step()
@@ -76,7 +81,8 @@ def test_long_waits_for_others_are_no_hang() -> None:
 
 
 def test_the_first_training_step_may_take_as_long_as_the_start() -> None:
-    """It compiles kernels, maybe for minutes; an evaluation before it does not count. Later steps have less."""
+    """It compiles kernels, maybe for minutes; an evaluation before it does not count. Later steps
+    have less."""
     gpu, watchdogs = Gpu(1.0, 2.0, 3000.0, 3001.0, None, None), list[float]()
     watch = StepWatch(60.0, gpu.event, lambda: gpu.now_s, gpu.sleep, first_s=3600.0)
     watch.on_watchdog = watchdogs.append
@@ -88,7 +94,9 @@ def test_the_first_training_step_may_take_as_long_as_the_start() -> None:
     watch.wait_for(SimpleNamespace(record=lambda: None, query=lambda: gpu.now_s > 2000.0))  # type: ignore[arg-type]
     assert not watchdogs and not watch.has_ended()
     watch.end_step(compiles=True)
-    assert 3000.0 <= gpu.now_s < 3001.0 and watchdogs == [2 * 60.0 + QUEUEING_S] == [watch.watchdog_timeout_s]
+    assert 3000.0 <= gpu.now_s < 3001.0 and watchdogs == [2 * 60.0 + QUEUEING_S] == [
+        watch.watchdog_timeout_s
+    ]
     watch.end_step(compiles=True)
     began_s = gpu.now_s
     with pytest.raises(PeerError, match=LATE + "60 s"):
@@ -108,8 +116,9 @@ def test_a_first_step_that_hangs_names_its_own_limit() -> None:
 @pytest.mark.parametrize("hangs_in", ["throttle", "end of the step", "wait after the step"])
 @pytest.mark.parametrize("timeout_s", [1.0, 60.0, 600.0])
 def test_our_message_comes_before_the_watchdogs_abort(timeout_s: float, hangs_in: str) -> None:
-    """The worst case: the step before ends just before its own time-out, while the first collective of the next one
-    hangs already, and queueing takes almost a minute. The watchdog counts from the moment when that is queued."""
+    """The worst case: the step before ends just before its own time-out, while the first collective
+    of the next one hangs already, and queueing takes almost a minute. The watchdog counts from the
+    moment when that is queued."""
     queueing_s = QUEUEING_S - 10.0  # ten seconds remain for finding out which rank hangs
     before_ends_s = None if hangs_in == "end of the step" else timeout_s - 0.1
     gpu = Gpu(before_ends_s, None, None)
@@ -125,7 +134,8 @@ def test_our_message_comes_before_the_watchdogs_abort(timeout_s: float, hangs_in
     assert gpu.now_s + 5.0 < queued_s + watch.watchdog_timeout_s
 
 
-# -- where the host waits --------------------------------------------------------------------------------------------
+# -- where the host waits
+# --------------------------------------------------------------------------------------------
 
 
 def late_watch(timeout_s: float) -> StepWatch:
@@ -161,7 +171,10 @@ def agree_after_the_step(distributed: Distributed) -> list[Any]:
     distributed.watch = StepWatch(0.2, Gpu(0.0).event)
     distributed.watch.end_step()
     time.sleep(0.4 * distributed.rank)
-    return [distributed.agree_max(distributed.rank), distributed.gather_objects(f"rank {distributed.rank}")]
+    return [
+        distributed.agree_max(distributed.rank),
+        distributed.gather_objects(f"rank {distributed.rank}"),
+    ]
 
 
 def test_an_agreement_waits_for_a_slow_peer_when_no_step_is_late() -> None:
@@ -193,14 +206,20 @@ def reads(distributed: Distributed, folder: str) -> list[str]:
     waits: list[str] = []
     Distributed.wait_for_device = lambda self: waits.append(sys._getframe(1).f_code.co_name)  # type: ignore[method-assign]
     more: dict[str, Any] = dict(
-        experiment_dir=folder, train_iters=2, log_interval=2, log_offset=0, export_interval=2, validation_iters=1
+        experiment_dir=folder,
+        train_iters=2,
+        log_interval=2,
+        log_offset=0,
+        export_interval=2,
+        validation_iters=1,
     )
     train_whole(distributed, tiny_config(**more, validation_interval=2))
     return waits
 
 
 def test_every_read_of_the_device_is_waited_for(tmp_path: Path) -> None:
-    """A read has no time-out: log lines, evaluations, saves and exports read behind a wait that has one."""
+    """A read has no time-out: log lines, evaluations, saves and exports read behind a wait that has
+    one."""
     (waits,) = run_distributed(1, reads, str(tmp_path))
     assert waits[0] == "show_early"
     assert {"log_training", "_losses", "refuse_bad_steps", "_write_all"} <= set(waits)

@@ -43,20 +43,32 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_conversations(checkout: Path) -> None:
-    """The four commands, as written, end with a model that answers; so does its export in transformers."""
+    """The four commands, as written, end with a model that answers; so does its export in
+    transformers."""
     title = "Conversations"
-    printed = [documents.run(text, checkout) for text in documents.blocks(documents.section(GUIDE, f"{title}\n"))]
+    printed = [
+        documents.run(text, checkout)
+        for text in documents.blocks(documents.section(GUIDE, f"{title}\n"))
+    ]
     assert len(printed) == 4 and printed[-1].splitlines()[-1] == "Paris."
     assert "loss mask data/chats_mask" in printed[2] and "whole documents" in printed[2]
     transformers = pytest.importorskip("transformers")
     export = checkout / "experiments" / "chat" / "export" / "150"
     tokenizer, model = (
-        getattr(transformers, name).from_pretrained(export) for name in ("AutoTokenizer", "AutoModelForCausalLM")
+        getattr(transformers, name).from_pretrained(export)
+        for name in ("AutoTokenizer", "AutoModelForCausalLM")
     )
-    for question, answer in (("What is the capital of Spain?", "Madrid."), ("Who wrote Hamlet?", "Shakespeare.")):
+    for question, answer in (
+        ("What is the capital of Spain?", "Madrid."),
+        ("Who wrote Hamlet?", "Shakespeare."),
+    ):
         messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt"
+        )
+        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         assert tokenizer.decode(tokens, skip_special_tokens=True) == answer
 
 
@@ -65,7 +77,9 @@ def test_sentinels_for_a_tokenizer(checkout: Path) -> None:
     save_byte_tokenizer(str(checkout / "tokenizer.json"))
     run_program(program("Fill-in-the-middle"), checkout)
     tokenizer = JsonTokenizer(str(checkout / "tokenizer.json"))
-    assert None not in [tokenizer.token_id(f"<fim_{name}>") for name in ("prefix", "middle", "suffix", "pad")]
+    assert None not in [
+        tokenizer.token_id(f"<fim_{name}>") for name in ("prefix", "middle", "suffix", "pad")
+    ]
 
 
 def test_preparing(checkout: Path) -> None:

@@ -1,4 +1,5 @@
-"""Pages that scripts.docs writes are current and complete: flags, the catalogue of faults, the planner's outputs."""
+"""Pages that scripts.docs writes are current and complete: flags, the catalogue of faults, the
+planner's outputs."""
 
 import json
 import re
@@ -65,7 +66,8 @@ RESULTS = """<testsuites><testsuite>
 
 
 def test_catalogue_is_current() -> None:
-    """`python -m scripts.docs.reliability` was run after the catalogue changed, and no test had failed."""
+    """`python -m scripts.docs.reliability` was run after the catalogue changed, and no test had
+    failed."""
     assert reliability.main(["--check"]) == 0
     cells = reliability.written_cells(reliability.TARGET.read_text("utf-8"))
     assert not [cell for cell in cells.values() if "FAILED" in cell]
@@ -83,11 +85,16 @@ def test_results_are_counted_by_row(tmp_path: Path) -> None:
 
     assert cell("test_killed") == "FAILED (1 case, 1 failed)"
     assert cell("test_other") == "not run (0 cases, 1 skipped)"
-    assert cell("test_killed", "test_other", "test_new") == "FAILED (1 case, 1 failed, 1 skipped, 1 not run)"
+    assert (
+        cell("test_killed", "test_other", "test_new")
+        == "FAILED (1 case, 1 failed, 1 skipped, 1 not run)"
+    )
     assert cell("test_new") == "not run"
     later = tmp_path / "later.xml"
     later.write_text(RESULTS.replace('<failure message="x">y</failure>', ""), "utf-8")
-    assert reliability.read_results([path, later])["train/test_resume.py::test_killed"] == {"passed": 2}
+    assert reliability.read_results([path, later])["train/test_resume.py::test_killed"] == {
+        "passed": 2
+    }
     assert reliability.outcome(row._replace(tests=(), reason="none"), results) == "no promise: none"
 
 
@@ -96,10 +103,14 @@ PLANNER = documents.read("planner")
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "multi_stage.md")) for name in dry_runs.DOCUMENTS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "multi_stage.md"))
+        for name in dry_runs.DOCUMENTS
+    ],
 )
 def test_outputs_are_current(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run again, the dry runs of a document print what stands below them, and the published speeds are ours."""
+    """Run again, the dry runs of a document print what stands below them, and the published speeds
+    are ours."""
     monkeypatch.setattr(dry_runs, "DOCUMENTS", (document,))
     monkeypatch.setattr(dry_runs, "PYTHON_FOLDER", warm_python.folder())
     assert dry_runs.main(["--check"]) == 0
@@ -109,8 +120,14 @@ def test_mistral_7b_gets_a_command_on_8_and_on_16_gpus() -> None:
     """Both worked outputs end with a launcher line that sets what fits."""
     outputs = [found[3] for found in dry_runs.SHOWN.finditer(PLANNER)]
     assert len(outputs) == 2
-    for output, launcher in zip(outputs, ("--nproc-per-node=8", "--nnodes=2 --nproc-per-node=8"), strict=True):
-        assert output.startswith("WARNING: does not fit") and "GPU-hours" in output and "a checkpoint" in output
+    for output, launcher in zip(
+        outputs, ("--nproc-per-node=8", "--nnodes=2 --nproc-per-node=8"), strict=True
+    ):
+        assert (
+            output.startswith("WARNING: does not fit")
+            and "GPU-hours" in output
+            and "a checkpoint" in output
+        )
         command = output.rpartition("run this")[2]
         assert launcher in command and "--micro_batch_size=1" in command
 

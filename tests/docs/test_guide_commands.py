@@ -1,4 +1,5 @@
-"""The commands of the guides on weights, exports and generation run as written, on a made-up model."""
+"""The commands of the guides on weights, exports and generation run as written, on a made-up
+model."""
 
 import json
 import re
@@ -16,7 +17,8 @@ GUIDES = ("pretrained", "exports", "generation")
 MODEL = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=257 --use_rotary_embeddings=1 --gated=1"
 MODEL += " --activation_type=silu --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=0"
 TRAIN = f"pretrain_gpt.py {MODEL} --data_path=data/mine --sequence_length=64 --batch_size=2 --train_iters=2"
-# Smaller sizes, and words for the dots of a command that is only sketched. Nothing else of a command is changed.
+# Smaller sizes, and words for the dots of a command that is only sketched. Nothing else of a
+# command is changed.
 SMALLER = {
     "--nproc-per-node=8": "--standalone --nproc-per-node=2",
     "--sequence_length=4096": "--sequence_length=64",
@@ -33,10 +35,15 @@ NOT_RUN = ("hf download ",)  # needs the network
 def commands(guide: str) -> list[str]:
     """The commands of a guide: blocks, indented lines and code within sentences."""
     text = documents.read(guide)
-    found = [line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()]
+    found = [
+        line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()
+    ]
     found += re.findall(r"^    (python .*)$", text, re.M)
     without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    found += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun) [^`]*)`", without_blocks)]
+    found += [
+        " ".join(code.split())
+        for code in re.findall(r"`((?:python|torchrun) [^`]*)`", without_blocks)
+    ]
     return [command for command in found if not command.startswith(NOT_RUN)]
 
 
@@ -44,14 +51,18 @@ def commands(guide: str) -> list[str]:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with data and a trained model under the names that the guides use."""
     tmp_path = documents.make_checkout(tmp_path_factory.mktemp("guides"))
-    texts = [{"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)]
+    texts = [
+        {"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)
+    ]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (tmp_path / "held_out").mkdir()
     for path in ("held_out.txt", "held_out/a.txt"):
         (tmp_path / path).write_text("Then they were trained.\n")
     (tmp_path / "prompts.txt").write_text("Once\nThen\n")
     documents.run("python scripts/prepare_data.py more.jsonl --output_prefix data/mine", tmp_path)
-    experiment = "--tokenizer_file=data/mine.tokenizer.json --experiment_dir=runs/mine --export_interval=2"
+    experiment = (
+        "--tokenizer_file=data/mine.tokenizer.json --experiment_dir=runs/mine --export_interval=2"
+    )
     documents.run(f"python {TRAIN} --max_position_embeddings=4096 {experiment}", tmp_path)
     export = tmp_path / "runs" / "mine" / "export"
     (export / "2").rename(export / "1000")
@@ -77,6 +88,7 @@ def run_commands(guide: str, prepared: Path, folder: Path) -> None:
 
 
 def test_commands_of_the_guides_run(prepared: Path, tmp_path: Path) -> None:
-    """Every command of each guide ends well, in its order, on small sizes and without the network."""
+    """Every command of each guide ends well, in its order, on small sizes and without the
+    network."""
     with ThreadPoolExecutor(len(GUIDES)) as pool:
         list(pool.map(lambda guide: run_commands(guide, prepared, tmp_path / guide), GUIDES))

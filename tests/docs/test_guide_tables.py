@@ -1,4 +1,5 @@
-"""What guides on models, schedules and parallelism list, and flags of commands that no test runs, are the program's."""
+"""What guides on models, schedules and parallelism list, and flags of commands that no test runs,
+are the program's."""
 
 import functools
 import re
@@ -30,17 +31,29 @@ rows = functools.partial(documents.table, documents.read("models"))
 
 def test_presets() -> None:
     """Names, sizes and architectures."""
-    expected = [[f"`{name}`", f"{PUBLIC[name][1]:,}", public_config(name)["model_type"]] for name in PUBLIC]
+    expected = [
+        [f"`{name}`", f"{PUBLIC[name][1]:,}", public_config(name)["model_type"]] for name in PUBLIC
+    ]
     assert rows("`--model`") == expected
 
 
 def test_flags_of_architectures() -> None:
-    """A model with the flags of a row goes out as its architecture; with biases where they are said to be free."""
+    """A model with the flags of a row goes out as its architecture; with biases where they are said
+    to be free."""
     table = rows("`model_type`")
     assert {row[0] for row in table} == set(ARCHITECTURES)
-    command = ["--dataset_source=random", "--sequence_length=128", "--train_iters=1", "--batch_size=1"]
+    command = [
+        "--dataset_source=random",
+        "--sequence_length=128",
+        "--train_iters=1",
+        "--batch_size=1",
+    ]
     biases = {
-        "any": [["--add_linear_biases=1"], ["--add_mlp_biases=1"], ["--add_linear_biases=1", "--add_qkv_biases=0"]],
+        "any": [
+            ["--add_linear_biases=1"],
+            ["--add_mlp_biases=1"],
+            ["--add_linear_biases=1", "--add_qkv_biases=0"],
+        ],
         "none": [],
         "query, key, value": [["--add_qkv_biases=1"]],
         "attention": [["--add_linear_biases=1", "--add_mlp_biases=0"], ["--add_qkv_biases=1"]],
@@ -50,21 +63,35 @@ def test_flags_of_architectures() -> None:
         windows = [[], ["--window_size=32"]] if window == "any" else [[]]
         for more in [[], *biases[biased]]:
             for windowed in windows:
-                given = [flag for flag in typed if flag.split("=")[0] not in {word.split("=")[0] for word in more}]
-                given = [flag for flag in given if not (windowed and flag.startswith("--window_size"))]
-                model = resolve(parse([*command, *given, *more, *windowed]).config, world_size=1).model
+                given = [
+                    flag
+                    for flag in typed
+                    if flag.split("=")[0] not in {word.split("=")[0] for word in more}
+                ]
+                given = [
+                    flag for flag in given if not (windowed and flag.startswith("--window_size"))
+                ]
+                model = resolve(
+                    parse([*command, *given, *more, *windowed]).config, world_size=1
+                ).model
                 assert check_exportable(model) == name, (name, more, windowed)
 
 
 def test_keys_of_config_json() -> None:
     """Every key is one that is read, and every flag one that there is."""
-    read = {key for architecture in ARCHITECTURES.values() for key in (*architecture.keys, *architecture.defaults)}
+    read = {
+        key
+        for architecture in ARCHITECTURES.values()
+        for key in (*architecture.keys, *architecture.defaults)
+    }
     read |= {"rope_theta", "rope_scaling", "rope_parameters", "layer_types"}
     for keys, flags in rows("of config.json"):
         assert set(re.findall(r"`(\w+)`", keys)) <= read
         assert set(re.findall(r"`--(\w+)`", flags)) <= set(SPELLINGS)
     assert model_values({"model_type": "mistral"})["window_size"] == 4096
-    tied = [name for name in ARCHITECTURES if model_values({"model_type": name})["tie_word_embeddings"]]
+    tied = [
+        name for name in ARCHITECTURES if model_values({"model_type": name})["tie_word_embeddings"]
+    ]
     assert tied == ["gpt2", "gpt_bigcode", "starcoder2"]
 
 
@@ -90,7 +117,9 @@ def test_ends_of_cycles() -> None:
     """The table of cycles, with T = 1000."""
     for words, ends in CYCLES.items():
         assert f"`{words}`" in SCHEDULES
-        config = resolve(parse(["--dataset_source=random", "--train_iters=1000", *words.split()]).config, 1)
+        config = resolve(
+            parse(["--dataset_source=random", "--train_iters=1000", *words.split()]).config, 1
+        )
         count, boundary = boundaries(config.learning_rate)
         assert [boundary(index) for index in range(count + 1)] == [0, *ends], words
 
@@ -127,7 +156,16 @@ def test_a_vocabulary_of_any_size_and_shared_heads_are_taken() -> None:
     tiny_config(4, tensor_parallel=4, vocab_size=61, num_attention_heads=8, head_groups=2)
 
 
-UNKNOWN = ("$", "<", "...", "@", "--world_size", "pretrained", "--dry_run", "--load_")  # run, or resolved, elsewhere
+UNKNOWN = (
+    "$",
+    "<",
+    "...",
+    "@",
+    "--world_size",
+    "pretrained",
+    "--dry_run",
+    "--load_",
+)  # run, or resolved, elsewhere
 
 
 def commands() -> list[tuple[str, str]]:

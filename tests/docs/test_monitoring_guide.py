@@ -24,7 +24,8 @@ SMALLER = {
 
 
 def test_the_commands_leave_the_files(tmp_path: Path) -> None:
-    """Every file of profiles/ that the guide names is there, and its table has the columns that it explains."""
+    """Every file of profiles/ that the guide names is there, and its table has the columns that it
+    explains."""
     documents.make_checkout(tmp_path)
     commands = documents.blocks(PROFILES)
     assert len(commands) == 2
@@ -46,9 +47,16 @@ def test_the_commands_leave_the_files(tmp_path: Path) -> None:
         assert row.split() in [line.split() for line in table]
 
 
-def test_watch_run_shows_the_rows_of_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a run of a moment, the page has each row of the guide; without a terminal the command ends by itself."""
-    flags = [f"--experiment_dir={tmp_path / 'mine'}", "--validation_iters=1", "--lr_warmup_iters=2000"]
+def test_watch_run_shows_the_rows_of_the_guide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a run of a moment, the page has each row of the guide; without a terminal the command ends
+    by itself."""
+    flags = [
+        f"--experiment_dir={tmp_path / 'mine'}",
+        "--validation_iters=1",
+        "--lr_warmup_iters=2000",
+    ]
     assert launch.run([*launch.TINY, *flags]).codes == [0]
     kinds, blocks = zip(*re.findall(r"^```(\w*)\n(.*?)\n```$", WATCHING, re.M | re.S), strict=True)
     sample = blocks[1]
@@ -58,7 +66,11 @@ def test_watch_run_shows_the_rows_of_the_guide(tmp_path: Path, capsys: pytest.Ca
     assert shown.split(" | ")[:2] == sample.split(" | ")[:2]
     for label in re.findall(r"^(\w[\w/ ]*?) {2,}[\d.,e-]+ ", sample, re.M):
         assert re.search(rf"^{re.escape(label)} {{2,}}", shown, re.M), label
-    for words in ("ms/step | data wait", "checkpoints: ", "--lr_warmup=2000: the schedule has only"):
+    for words in (
+        "ms/step | data wait",
+        "checkpoints: ",
+        "--lr_warmup=2000: the schedule has only",
+    ):
         assert words in sample and words in shown
 
 
@@ -68,14 +80,21 @@ WATCH = documents.section(documents.read("monitoring"), "Watching gradients")
 
 def commands(text: str) -> list[list[str]]:
     """The words of each command that starts a run."""
-    lines = [line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()]
+    lines = [
+        line for block in documents.blocks(text) for line in block.replace("\\\n", "").splitlines()
+    ]
     return [shlex.split(line)[2:] for line in lines if line.startswith("python pretrain_gpt.py ")]
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Run a command on a tiny model, for 20 iterations, in a folder; returns the experiment directory."""
+    """Run a command on a tiny model, for 20 iterations, in a folder; returns the experiment
+    directory."""
     monkeypatch.chdir(folder)
-    changed = [word for word in words if not word.startswith(("--model=", "--sequence_length=", "--train_iters="))]
+    changed = [
+        word
+        for word in words
+        if not word.startswith(("--model=", "--sequence_length=", "--train_iters="))
+    ]
     assert len(changed) == len(words) - 3
     assert launch.run([*launch.TINY, "--train_iters=20", *changed]).codes == [0]
     return folder / "runs" / "mine"
@@ -104,11 +123,14 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     _, wandb = commands(TRACKING)
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = run(wandb, monkeypatch, tmp_path)
-    assert (folder / "wandb.json").exists() and list((folder / "runs" / "0" / "wandb").glob("offline-run-*/*.wandb"))
+    assert (folder / "wandb.json").exists() and list(
+        (folder / "runs" / "0" / "wandb").glob("offline-run-*/*.wandb")
+    )
 
 
 def test_a_tracker_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class of the guide writes the losses of metrics.jsonl; one without its methods is refused in one line."""
+    """The class of the guide writes the losses of metrics.jsonl; one without its methods is refused
+    in one line."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", TRACKING, re.M | re.S)
     (tmp_path / "my_tracker.py").write_text(code)
     (tmp_path / "no_tracker.py").write_text(code.replace("def close", "def end"))
@@ -117,9 +139,16 @@ def test_a_tracker_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = [*launch.TINY, "--train_iters=20", f"--experiment_dir={folder}"]
     assert launch.run([*words, *re.findall(r"`(--trackers=\S+:\w+)`", TRACKING)]).codes == [0]
     records = read_metrics(folder / "metrics.jsonl")
-    losses = [f"{record['iteration']},{record['loss']}" for record in records if record["phase"] == "training"]
+    losses = [
+        f"{record['iteration']},{record['loss']}"
+        for record in records
+        if record["phase"] == "training"
+    ]
     assert losses and (folder / "losses.csv").read_text().splitlines() == losses
-    for name, reason in (("no_tracker:Losses", "no attribute 'close'"), ("absent:Losses", "No module named 'absent'")):
+    for name, reason in (
+        ("no_tracker:Losses", "no attribute 'close'"),
+        ("absent:Losses", "No module named 'absent'"),
+    ):
         outcome = launch.run([*words, f"--trackers={name}"])
         assert outcome.codes == [2] and re.search(
             f"^ERROR: --trackers={name}: .*{reason}.*needs$", outcome.output, re.M
@@ -127,12 +156,18 @@ def test_a_tracker_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of the guide are those of the files, and grads/norm is the gradient norm of the log."""
+    """The names of the guide are those of the files, and grads/norm is the gradient norm of the
+    log."""
     (watch,) = commands(WATCH)
     folder = run(watch, monkeypatch, tmp_path)
-    *_, training, record = sorted(read_metrics(folder / "metrics.jsonl"), key=lambda record: record["phase"])
+    *_, training, record = sorted(
+        read_metrics(folder / "metrics.jsonl"), key=lambda record: record["phase"]
+    )
     assert (training["phase"], record["phase"], record["iteration"]) == ("training", "watch", 20)
-    assert record["grads/norm"] == pytest.approx(training["grad_norm"], rel=1e-6) and "updates/rms" in record
+    assert (
+        record["grads/norm"] == pytest.approx(training["grad_norm"], rel=1e-6)
+        and "updates/rms" in record
+    )
     (line,) = read_metrics(folder / "watch.jsonl")
     assert line["statistics"] == re.findall(r"`(norm|rms|largest|zeros)`", WATCH)[:4]
     assert {"parameters", "layers"} < line.keys() and "embedding" in line["layers"]["grads"]

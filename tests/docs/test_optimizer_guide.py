@@ -27,7 +27,8 @@ NAN, INF = math.nan, math.inf
 table = functools.partial(documents.table, GUIDE)
 
 
-# -- memory: a model of which every parameter and shard is a multiple of the alignment, so that nothing is padded ------
+# -- memory: a model of which every parameter and shard is a multiple of the alignment, so that
+# nothing is padded ------
 
 HIDDEN = 256
 VOCABULARY = 1024
@@ -35,16 +36,26 @@ LAYERS = 3
 
 
 def memory(ranks: int, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by kind on one of these ranks, on GPUs; elements of `matrices`, of all `others`, and of these in `blocks`,
-    and of the whole `block` and `embedding`."""
-    sizes = dict(hidden_size=HIDDEN, vocab_size=VOCABULARY, num_layers=LAYERS, layers_per_stage=1.0, zero_stage=1)
-    plan = make_plan(tiny_config(ranks, **{"training_dtype": "bf16", **sizes, **options}), ranks, "cuda")
+    """Bytes by kind on one of these ranks, on GPUs; elements of `matrices`, of all `others`, and of
+    these in `blocks`, and of the whole `block` and `embedding`."""
+    sizes = dict(
+        hidden_size=HIDDEN,
+        vocab_size=VOCABULARY,
+        num_layers=LAYERS,
+        layers_per_stage=1.0,
+        zero_stage=1,
+    )
+    plan = make_plan(
+        tiny_config(ranks, **{"training_dtype": "bf16", **sizes, **options}), ranks, "cuda"
+    )
     numbers = dict.fromkeys(("matrices", "others", "in blocks", "block", "embedding"), 0)
     for index, part in plan.model.parts():
         assert not part.layout.gaps
         for slot in part.layout.slots:
             in_block = slot.spec.name.startswith("blocks.")
-            is_matrix = in_block and "norm" not in slot.spec.name and slot.spec.name.endswith(".weight")
+            is_matrix = (
+                in_block and "norm" not in slot.spec.name and slot.spec.name.endswith(".weight")
+            )
             numbers["matrices" if is_matrix else "others"] += slot.numel
             numbers["in blocks"] += slot.numel if in_block and not is_matrix else 0
             numbers["block"] += slot.numel if index == 1 else 0
@@ -54,11 +65,22 @@ def memory(ranks: int, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_memory(ranks: int) -> None:
-    """The table, and the sums for ZeRO-1, in which Muon's second moments of blocks are not divided by the ranks."""
-    share = {row: int(cell.removesuffix("/N")) / ranks for row, cell, _ in table("kept for") if cell.endswith("/N")}
+    """The table, and the sums for ZeRO-1, in which Muon's second moments of blocks are not divided
+    by the ranks."""
+    share = {
+        row: int(cell.removesuffix("/N")) / ranks
+        for row, cell, _ in table("kept for")
+        if cell.endswith("/N")
+    }
     assert len(share) == 5
-    assert "6 + 12/N bytes with AdamW, 6 + 8/N with Lion or SGD, and 4/N more with an" in " ".join(GUIDE.split())
-    for optimizer, row in (("adamw", "`adamw`"), ("lion", "`lion`, `sgd`"), ("sgd", "`lion`, `sgd`")):
+    assert "6 + 12/N bytes with AdamW, 6 + 8/N with Lion or SGD, and 4/N more with an" in " ".join(
+        GUIDE.split()
+    )
+    for optimizer, row in (
+        ("adamw", "`adamw`"),
+        ("lion", "`lion`, `sgd`"),
+        ("sgd", "`lion`, `sgd`"),
+    ):
         held, numbers = memory(ranks, optimizer=optimizer, ema_type="ema", tie_word_embeddings=True)
         every = numbers["matrices"] + numbers["others"]
         assert held["optimizer moments"] == share[row] * every
@@ -89,19 +111,25 @@ def test_traffic_of_muon() -> None:
 
 
 def test_cost_of_muon() -> None:
-    """Five steps over a square matrix against the products of training with it: 6 multiplications and additions."""
+    """Five steps over a square matrix against the products of training with it: 6 multiplications
+    and additions."""
     size, tokens = 4096, 2**20
     assert orthogonalize_flops(size, size, 5) / (6 * size**2 * tokens) == 5 * size / tokens
 
 
-# -- decay, guards, averages -----------------------------------------------------------------------------------------
+# -- decay, guards, averages
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_masks(tied: bool) -> None:
     """Which weights decay, by their names."""
     exempt = {"all": (), "all but norms and biases": ("norm", "bias")}
-    exempt["all but norms, biases and embeddings; a tied head is an embedding"] = ("norm", "bias", "embedding")
+    exempt["all but norms, biases and embeddings; a tied head is an embedding"] = (
+        "norm",
+        "bias",
+        "embedding",
+    )
     rows = table("`--weight_decay_default_mask`")
     assert len(rows) == 3
     for mask, text in rows:
@@ -112,11 +140,15 @@ def test_masks(tied: bool) -> None:
             assert parameter.spec.weight_decay == decays, (mask, parameter.spec.name)
 
 
-# What is bad about a step: (loss, gradient norm), with a dynamic loss scale and without; usual are 5 and 1.
+# What is bad about a step: (loss, gradient norm), with a dynamic loss scale and without; usual are
+# 5 and 1.
 SPIKES = [(9.0, 1.0), (5.0, 3.0)]
 KINDS: dict[str, dict[bool, list[tuple[float, float]]]] = {
     "NaN": {False: [(NAN, 1.0), (5.0, NAN)], True: [(NAN, 1.0), (NAN, INF)]},
-    "infinity": {False: [(INF, 1.0), (-INF, 1.0), (5.0, INF), (5.0, 2e19)], True: [(INF, 1.0), (INF, INF)]},
+    "infinity": {
+        False: [(INF, 1.0), (-INF, 1.0), (5.0, INF), (5.0, 2e19)],
+        True: [(INF, 1.0), (INF, INF)],
+    },
     "spike": {False: SPIKES, True: SPIKES},
     "overflow": {True: [(5.0, NAN), (5.0, INF), (5.0, 2e19)]},
 }
@@ -134,13 +166,24 @@ def verdict(options: OptimizerConfig, dynamic: bool, loss: float, norm: float) -
 
 
 def test_the_table_of_bad_steps() -> None:
-    """The table of guards against the guard, for every combination of flags but those that have no effect."""
+    """The table of guards against the guard, for every combination of flags but those that have no
+    effect."""
     rows = table("flags")
     asked = [frozenset(re.findall(r"--(\w+=\w+)", row[0])) for row in rows]
-    crash = [frozenset(), {"crash_on_nan=1"}, {"crash_on_inf=1"}, {"crash_on_nan=1", "crash_on_inf=1"}]
+    crash = [
+        frozenset(),
+        {"crash_on_nan=1"},
+        {"crash_on_inf=1"},
+        {"crash_on_nan=1", "crash_on_inf=1"},
+    ]
     going_on, skipping = [frozenset(some) for some in crash], frozenset({"skip_bad_steps=1"})
     abort = frozenset({"on_bad_step=abort"})
-    assert set(asked) == {*going_on, *(some | skipping for some in going_on), abort, abort | skipping}
+    assert set(asked) == {
+        *going_on,
+        *(some | skipping for some in going_on),
+        abort,
+        abort | skipping,
+    }
     assert len(rows) == 10
     for flags, (_, *cells) in zip(asked, rows, strict=True):
         words = ["--dataset_source=random", *(f"--{flag}" for flag in sorted(flags))]
@@ -148,23 +191,37 @@ def test_the_table_of_bad_steps() -> None:
         for (kind, cases), cell in zip(KINDS.items(), cells, strict=True):
             for dynamic, steps in cases.items():
                 for loss, norm in steps:
-                    assert verdict(options, dynamic, loss, norm) == cell, (flags, kind, dynamic, loss, norm)
+                    assert verdict(options, dynamic, loss, norm) == cell, (
+                        flags,
+                        kind,
+                        dynamic,
+                        loss,
+                        norm,
+                    )
 
 
 def test_the_limit_of_a_streak() -> None:
-    """The number of dropped updates that ends any run, and how long --skip_bad_steps drops a lasting change."""
-    options = OptimizerConfig(skip_bad_steps=True, skip_bad_steps_window=40, skip_bad_steps_sigma=2.0)
+    """The number of dropped updates that ends any run, and how long --skip_bad_steps drops a
+    lasting change."""
+    options = OptimizerConfig(
+        skip_bad_steps=True, skip_bad_steps_window=40, skip_bad_steps_sigma=2.0
+    )
     limit = options.max_consecutive_bad_steps
     assert f"`--max_consecutive_bad_steps` dropped updates in a row (default {limit})" in GUIDE
     guard = Guard(options, False, torch.device("cpu"), train_iters=1000)
     guard.load_state({"usual": [[5.0 + step % 2 / 10, 1.0] for step in range(40)]})
-    verdicts = [guard.judge(step, torch.tensor(9.0).double(), torch.tensor(1.0)).skipped for step in range(1, 41)]
+    verdicts = [
+        guard.judge(step, torch.tensor(9.0).double(), torch.tensor(1.0)).skipped
+        for step in range(1, 41)
+    ]
     assert sum(map(bool, verdicts)) == 40 // (1 + 2**2), "window / (1 + sigma^2)"
 
 
 def test_weights_in_an_average() -> None:
     """The row of s, and how the rows count."""
-    iterations, updates, weights = [row[1:] for row in [table_head("iteration"), *table("iteration")]]
+    iterations, updates, weights = [
+        row[1:] for row in [table_head("iteration"), *table("iteration")]
+    ]
     assert [int(iteration) - 1 for iteration in iterations] == [int(update) for update in updates]
     config = AveragingConfig("ema_decay_sqrt", ema_switch_iter=4, ema_decay_iters=8)
     assert weights == [f"{weight_in_sum(config, int(update)):.3f}" for update in updates]

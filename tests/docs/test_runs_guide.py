@@ -31,13 +31,20 @@ def test_grace_time_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.LaunchConfig(1, 1, 1).shutdown_timeout == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "240")
     assert launcher.LaunchConfig(1, 1, 1).shutdown_timeout == 240
-    assert get_args_parser().parse_args(["--shutdown-timeout=240", "program"]).shutdown_timeout == 240
+    assert (
+        get_args_parser().parse_args(["--shutdown-timeout=240", "program"]).shutdown_timeout == 240
+    )
     assert "--shutdown-timeout=240" in GUIDE and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240" in GUIDE
 
 
 SAVES: list[tuple[str, dict[str, Any], int, int]] = [
     ("| AdamW | 12 |", {}, 12, 12),
-    ("| Muon | 8 for the matrices of the blocks, 12 for all others |", {"optimizer": "muon"}, 8, 12),
+    (
+        "| Muon | 8 for the matrices of the blocks, 12 for all others |",
+        {"optimizer": "muon"},
+        8,
+        12,
+    ),
     ("| Lion, SGD | 8 |", {"optimizer": "lion"}, 8, 8),
     ("| Lion, SGD | 8 |", {"optimizer": "sgd"}, 8, 8),
     ("| an average (`--ema_type`), in addition | 4 |", {"ema_type": "ema"}, 16, 16),
@@ -46,14 +53,19 @@ SAVES: list[tuple[str, dict[str, Any], int, int]] = [
 
 
 def save_all(distributed: Any, folder: str) -> list[tuple[int, int, int]]:
-    """Parameters of the blocks (nearly all in matrices), all others, and the bytes of a checkpoint's shards, by row."""
+    """Parameters of the blocks (nearly all in matrices), all others, and the bytes of a
+    checkpoint's shards, by row."""
     found = []
     for index, (_, options, _, _) in enumerate(SAVES):
         run = f"{folder}/{index}"
         model = train_whole(
             distributed, tiny_config(hidden_size=64, train_iters=1, experiment_dir=run, **options)
         ).model
-        sizes = {slot.spec.name: math.prod(slot.spec.shape) for _, part in model.parts() for slot in part.layout.slots}
+        sizes = {
+            slot.spec.name: math.prod(slot.spec.shape)
+            for _, part in model.parts()
+            for slot in part.layout.slots
+        }
         blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
         (file,) = Path(run, "checkpoints", "1").glob("*.safetensors")
         found.append((blocks, sum(sizes.values()) - blocks, file.stat().st_size))
@@ -63,6 +75,8 @@ def save_all(distributed: Any, folder: str) -> list[tuple[int, int, int]]:
 def test_sizes_of_saves(tmp_path: Path) -> None:
     """Bytes per parameter by optimizer, against the file of one rank."""
     (found,) = run_distributed(1, save_all, str(tmp_path))
-    for (row, _, block_bytes, other_bytes), (blocks, others, size) in zip(SAVES, found, strict=True):
+    for (row, _, block_bytes, other_bytes), (blocks, others, size) in zip(
+        SAVES, found, strict=True
+    ):
         assert row in GUIDE
         assert size == pytest.approx(block_bytes * blocks + other_bytes * others, rel=0.02), row

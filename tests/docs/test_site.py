@@ -35,14 +35,27 @@ def test_links_lead_somewhere() -> None:
 
 def test_paths_in_documents_exist() -> None:
     """A path into the tree in a line of code, and a module after `python -m`, is there."""
-    written = ("docs/gpu_report.json", "docs/stable/notes", "docs/main/")  # by a script; parts of addresses
+    written = (
+        "docs/gpu_report.json",
+        "docs/stable/notes",
+        "docs/main/",
+    )  # by a script; parts of addresses
     for document in DOCUMENTS:
         text = document.read_text("utf-8")
-        paths = set(re.findall(r"\b(?:scripts|tests|megatron_lite|docs)/[\w./]*\w", links.FENCE.sub("", text)))
-        assert not [path for path in paths if not path.startswith(written) and not (ROOT / path).exists()], document
+        paths = set(
+            re.findall(
+                r"\b(?:scripts|tests|megatron_lite|docs)/[\w./]*\w", links.FENCE.sub("", text)
+            )
+        )
+        assert not [
+            path for path in paths if not path.startswith(written) and not (ROOT / path).exists()
+        ], document
         for name in re.findall(r"python3? -m ((?:scripts|tests)[.\w]*\w)", text):
             path = ROOT / name.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (document, name)
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (
+                document,
+                name,
+            )
 
 
 def test_inner_lists_are_indented_by_four_spaces() -> None:
@@ -71,19 +84,25 @@ LIVE = ["page.md#a-page", "#twice-1", "../docs", "https://example.org/x#y(z)"]
 
 
 def test_dead_links_are_named(tmp_path: Path) -> None:
-    """A link to a missing file or heading, or out of the checkout, is one line with the document and the target."""
+    """A link to a missing file or heading, or out of the checkout, is one line with the document
+    and the target."""
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     (page.parent / "picture.png").touch()
-    for target, problem in [(target, name) for name in DEAD for target in DEAD[name]] + [(one, "") for one in LIVE]:
-        page.write_text(f"# A page\n## Twice\n## Twice\n```\n# Not a heading\n```\n[x](<{target}>)\n")
+    for target, problem in [(target, name) for name in DEAD for target in DEAD[name]] + [
+        (one, "") for one in LIVE
+    ]:
+        page.write_text(
+            f"# A page\n## Twice\n## Twice\n```\n# Not a heading\n```\n[x](<{target}>)\n"
+        )
         found = list(links.problems(page, tmp_path))
         assert len(found) == bool(problem), target
         assert all(problem in line and repr(target) in line for line in found), target
 
 
 def test_anchors_are_those_of_github() -> None:
-    """Punctuation goes, each space becomes a dash, underscores and letters of other languages stay."""
+    """Punctuation goes, each space becomes a dash, underscores and letters of other languages
+    stay."""
     anchors = {
         "Two ranks, of one thread": "two-ranks-of-one-thread",
         "`--zero_stage=auto` & friends": "--zero_stageauto--friends",
@@ -98,7 +117,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
     pytest.importorskip("material")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return folder
@@ -106,31 +134,41 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.guides
 def test_site_has_all_pages(site: Path) -> None:
-    """Each document is a page, README the first; no other server is needed; the search knows all of them."""
+    """Each document is a page, README the first; no other server is needed; the search knows all of
+    them."""
     names = {"index" if path.stem == "README" else path.stem for path in DOCUMENTS}
     assert names <= {path.stem for path in site.glob("*.html")}
     for name in names:
         loaded = re.findall(
-            r"<(?:script|img|link rel=.stylesheet)[^>]+(?:src|href)=.(https?:)", (site / f"{name}.html").read_text()
+            r"<(?:script|img|link rel=.stylesheet)[^>]+(?:src|href)=.(https?:)",
+            (site / f"{name}.html").read_text(),
         )
         assert not loaded, name
     found = {
-        entry["location"].split("#")[0] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+        entry["location"].split("#")[0]
+        for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
     assert found == {f"{name}.html" for name in names}
 
 
 @pytest.mark.guides
 def test_links_of_the_site_are_those_of_the_documents(site: Path) -> None:
-    """From the README a link leads to a page and its heading; a file without a page is named without a link."""
+    """From the README a link leads to a page and its heading; a file without a page is named
+    without a link."""
     home = (site / "index.html").read_text("utf-8")
     assert 'href="runs.html#stopping"' in home or 'href="runs.html"' in home
-    assert 'href="CONTRIBUTING.html"' in home and 'href="LICENSE"' in home and (site / "LICENSE").is_file()
+    assert (
+        'href="CONTRIBUTING.html"' in home
+        and 'href="LICENSE"' in home
+        and (site / "LICENSE").is_file()
+    )
     assert "scripts/examples" in home and 'scripts/examples"' not in home
     for page in site.glob("*.html"):
         text = page.read_text("utf-8")
         for target, anchor in re.findall(r'href="([\w]+\.html)#([^"]+)"', text):
-            assert f'id="{anchor}"' in (site / target).read_text("utf-8"), f"{page.name} links to {target}#{anchor}"
+            assert f'id="{anchor}"' in (site / target).read_text("utf-8"), (
+                f"{page.name} links to {target}#{anchor}"
+            )
 
 
 @pytest.mark.guides
@@ -140,7 +178,9 @@ def test_search_finds_a_word_in_a_browser(site: Path) -> None:
     if browser is None:
         pytest.skip("no chromium")
     (site / "search_for.html").write_text(SEARCH)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(SiteHandler, directory=str(site))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SiteHandler, directory=str(site))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/search_for.html"
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", address]
@@ -149,7 +189,8 @@ def test_search_finds_a_word_in_a_browser(site: Path) -> None:
     assert "schedules.html?h=warmup" in page
 
 
-# The browser prints a page as soon as it has loaded. The picture comes late, when the search has answered.
+# The browser prints a page as soon as it has loaded. The picture comes late, when the search has
+# answered.
 SEARCH = """<iframe src="index.html?q=warmup"></iframe><img src="late.png"><pre></pre>
 <script>
 onload = () => {

@@ -1,4 +1,5 @@
-"""docs/slurm.md: under stand-ins for Slurm its commands start torchrun as they say; its lines are in the scripts."""
+"""docs/slurm.md: under stand-ins for Slurm its commands start torchrun as they say; its lines are
+in the scripts."""
 
 import os
 import re
@@ -48,14 +49,16 @@ SCONTROL = """#!/usr/bin/env bash
 [ "$*" = "show hostnames nodes" ] && printf 'node%s\\n' 7 8 9
 exit 0
 """
-# Writes down its words, one a line, and an empty line after the last; bash starts faster than Python.
+# Writes down its words, one a line, and an empty line after the last; bash starts faster than
+# Python.
 TORCHRUN = """#!/usr/bin/env bash
 printf '%s\n' "$@" '' >>"$CAPTURED"
 """
 
 
 def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
-    """Run a block in a checkout; return the words of each torchrun for itself, and for the program."""
+    """Run a block in a checkout; return the words of each torchrun for itself, and for the
+    program."""
     documents.make_checkout(folder)
     stand_ins = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}
     (folder / "bin").mkdir()
@@ -88,7 +91,8 @@ def launched(block: str, folder: Path) -> list[tuple[list[str], list[str]]]:
     ],
 )
 def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
-    """Each command starts a torchrun on each node, with legal flags, one address and port, and its own number."""
+    """Each command starts a torchrun on each node, with legal flags, one address and port, and its
+    own number."""
     (block,) = [block for block in BLOCKS if word in block]
     calls = launched(block, tmp_path)
     assert len(calls) == sum(nodes)
@@ -99,11 +103,20 @@ def test_commands(word: str, nodes: list[int], tmp_path: Path) -> None:
         assert config.run.experiment_dir == str(tmp_path / "experiments" / run)
         assert word != "--array" or config.distributed.seed == task
         assert config.data.data_path == (str(tmp_path / "data" / "corpus"),)
-        assert config.batch.batch_size == 128 and config.distributed.device == ("auto" if "write" in word else "cuda")
+        assert config.batch.batch_size == 128 and config.distributed.device == (
+            "auto" if "write" in word else "cuda"
+        )
         assert all(flags == job[0][1] for _, flags in job)
         if count > 1:
-            expected = {f"--nnodes={count}", "--master-addr=node7", f"--master-port={20000 + 4242}", "--max-restarts=0"}
-            assert all(expected | {f"--node-rank={rank}"} <= set(own) for rank, (own, _) in enumerate(job))
+            expected = {
+                f"--nnodes={count}",
+                "--master-addr=node7",
+                f"--master-port={20000 + 4242}",
+                "--max-restarts=0",
+            }
+            assert all(
+                expected | {f"--node-rank={rank}"} <= set(own) for rank, (own, _) in enumerate(job)
+            )
 
 
 def test_every_block_is_run() -> None:
@@ -118,4 +131,7 @@ def test_lines_are_in_the_scripts(script: Path) -> None:
     for line in re.findall(r"^\| `(#SBATCH [^`]+|trap [^`]+)` \|", GUIDE, re.M):
         assert f"\n{line}\n" in text
     if "srun" in text:
-        assert "srun --export=ALL --kill-on-bad-exit=1 " in text and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}" in text
+        assert (
+            "srun --export=ALL --kill-on-bad-exit=1 " in text
+            and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}" in text
+        )

@@ -29,13 +29,18 @@ PRODUCED = {
 def quotations() -> list[str]:
     """Messages in the first column, and in the cells of symptoms."""
     quoted = {quote for cell in CELLS for quote in re.findall(r"`([^`]+)`", cell)}
-    quoted |= {quote for quote in re.findall(r"`([^`]+)`", GUIDE.split("## By symptom")[1]) if "..." in quote}
+    quoted |= {
+        quote
+        for quote in re.findall(r"`([^`]+)`", GUIDE.split("## By symptom")[1])
+        if "..." in quote
+    }
     return sorted(quote for quote in quoted if len(quote.split()) > 2 and quote not in OTHERS)
 
 
 @functools.cache
 def templates() -> tuple[str, ...]:
-    """Texts in the source with `VALUE` for each value; texts that are added to each other are one."""
+    """Texts in the source with `VALUE` for each value; texts that are added to each other are
+    one."""
     found = []
     for path in MODULES:
         for node in ast.walk(parse(path)):
@@ -56,7 +61,8 @@ def _text(node: ast.AST) -> str:
 
 
 def is_in_source(quotation: str) -> bool:
-    """Whether the parts of a quotation stand in one text in this order, with anything where it has dots."""
+    """Whether the parts of a quotation stand in one text in this order, with anything where it has
+    dots."""
     return any(pattern(quotation).search(text) for text in templates())
 
 
@@ -65,14 +71,20 @@ def pattern(quotation: str) -> re.Pattern[str]:
 
 
 @pytest.mark.parametrize("quotation, flags", PRODUCED.items())
-def test_messages_put_together_from_parts(quotation: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_put_together_from_parts(
+    quotation: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--model=gpt2", "--train_iters=1", *flags.split()]) == 2
     assert quotation in quotations()
     assert pattern(quotation).search(capsys.readouterr().err)
 
 
 def test_quoted_messages_are_those_of_the_program() -> None:
-    assert not [quotation for quotation in quotations() if quotation not in PRODUCED and not is_in_source(quotation)]
+    assert not [
+        quotation
+        for quotation in quotations()
+        if quotation not in PRODUCED and not is_in_source(quotation)
+    ]
 
 
 def test_other_words_are_not_found() -> None:
@@ -88,7 +100,11 @@ def test_other_words_are_not_found() -> None:
 
 def test_every_exit_code_is_here() -> None:
     """Codes with a message of their own have a section each."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RunError)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, RunError)
+    ]
     codes = {kind.exit_code for kind in kinds} - {EXIT_PREEMPTED}
     assert {int(code) for code in re.findall(r"^## Exit code (\d+)", GUIDE, re.M)} == codes
     table = {int(code) for code in re.findall(r"^\| \[?(\d+)\b", GUIDE, re.M)}
@@ -97,7 +113,15 @@ def test_every_exit_code_is_here() -> None:
 
 def test_flags_exist() -> None:
     """Every flag is one of the program, or of the other programs of the page."""
-    others = {"standalone", "nproc-per-node", "master-port", "node-rank", "gpus-per-task", "mem", "once"}
+    others = {
+        "standalone",
+        "nproc-per-node",
+        "master-port",
+        "node-rank",
+        "gpus-per-task",
+        "mem",
+        "once",
+    }
     code = re.sub(r"`unknown flag[^`]*`", "", GUIDE)
     named = set(re.findall(r"--([a-z][a-z_-]+)", code))
     assert not {name for name in named - others if name not in SPELLINGS and name not in HELP}

@@ -21,7 +21,8 @@ SMALLER = {
 
 
 def test_the_commands_lead_to_a_model(tmp_path: Path) -> None:
-    """Tokens, a plan, a run that stops and resumes, pictures, a sample, a loss, and a model for transformers."""
+    """Tokens, a plan, a run that stops and resumes, pictures, a sample, a loss, and a model for
+    transformers."""
     documents.make_checkout(tmp_path)
     blocks = documents.blocks(TUTORIAL)
     assert len(blocks) == 8
@@ -34,9 +35,13 @@ def test_the_commands_lead_to_a_model(tmp_path: Path) -> None:
     assert (run / "report.html").exists() and (run / "loss.png").exists()
     assert "perplexity" in printed
     (python,) = documents.blocks(TUTORIAL, "python")
-    python = python.replace("export/600", f"export/{ITERATIONS}").replace("max_new_tokens=60", "max_new_tokens=5")
+    python = python.replace("export/600", f"export/{ITERATIONS}").replace(
+        "max_new_tokens=60", "max_new_tokens=5"
+    )
     pytest.importorskip("transformers")
-    (tmp_path / "read.py").write_text(f"import warnings\nwarnings.simplefilter('error', FutureWarning)\n{python}")
+    (tmp_path / "read.py").write_text(
+        f"import warnings\nwarnings.simplefilter('error', FutureWarning)\n{python}"
+    )
     assert documents.run("python read.py 2>errors.txt", tmp_path).startswith("def read(self")
 
 
@@ -49,6 +54,8 @@ def test_the_numbers_of_the_strings() -> None:
     strings = dict(re.findall(r'^export (\w+_ARGS)="((?:.|\n)*?)"$', TUTORIAL, re.M))
     words = " ".join(strings.values()).replace("\\\n", " ").replace("$ITERATIONS", "600").split()
     config = resolve(parse(words).config, 2)
-    parameters = sum(parameter.spec.numel for parameter in parameters_of(build_gpt(config.model, 256)))
+    parameters = sum(
+        parameter.spec.numel for parameter in parameters_of(build_gpt(config.model, 256))
+    )
     assert f"{parameters / 1e6:.1f} million parameters" in TUTORIAL
     assert f"{600 * 8 * 256 / 1e6:.1f} million tokens" in TUTORIAL

@@ -1,7 +1,9 @@
-"""What goes wrong in training runs, what this program does then, and the tests that prove it: catalogue.txt, read.
+"""What goes wrong in training runs, what this program does then, and the tests that prove it:
+catalogue.txt, read.
 
-A row has a promise and tests, as file::function below tests/, or the reason (`none:`) why there is no promise.
-`python -m scripts.docs.reliability` writes the rows, with the results of a test run, into docs/reliability.md.
+A row has a promise and tests, as file::function below tests/, or the reason (`none:`) why there is
+no promise. `python -m scripts.docs.reliability` writes the rows, with the results of a test run,
+into docs/reliability.md.
 """
 
 import re
@@ -40,7 +42,9 @@ def read_catalogue() -> list[Row]:
             if kind == "test":
                 rows[-1] = last._replace(tests=(*last.tests, text))
             else:
-                rows[-1] = last._replace(promise=text) if kind == "promise" else last._replace(reason=text)
+                rows[-1] = (
+                    last._replace(promise=text) if kind == "promise" else last._replace(reason=text)
+                )
         else:
             raise ValueError(f"{path}: {line!r}")
     return rows

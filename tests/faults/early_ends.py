@@ -1,10 +1,11 @@
-"""Signals and kills at random moments before the first iteration: exit.json, the exit codes and the output must agree.
+"""Signals and kills at random moments before the first iteration: exit.json, the exit codes and the
+output must agree.
 
     python -m tests.faults.early_ends --starts=100 --seed=1
 
-Each start gets one signal: one rank, all ranks, or torchrun. The moment is drawn relative to a phase of the set-up, so
-that it means the same on a busy machine. Half of the starts find a checkpoint, and all find the exit.json of an earlier
-start that was done.
+Each start gets one signal: one rank, all ranks, or torchrun. The moment is drawn relative to a
+phase of the set-up, so that it means the same on a busy machine. Half of the starts find a
+checkpoint, and all find the exit.json of an earlier start that was done.
 """
 
 import argparse
@@ -27,10 +28,22 @@ from tests.support.forked_ranks import ranks_of_torchrun
 from tests.support.launch import TINY, Outcome, Start, read_exit, run
 
 RENDEZVOUS = "in the rendezvous"
-PHASES = ("", RENDEZVOUS, "in the preparation of the data", "in the choice of a checkpoint", "in the loading")
+PHASES = (
+    "",
+    RENDEZVOUS,
+    "in the preparation of the data",
+    "in the choice of a checkpoint",
+    "in the loading",
+)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL)
 STARTUP_TIMEOUT_S, ENDS_WITHIN_S = 20, 100.0
-EARLIER = {"exit_code": 0, "status": "done", "message": "of an earlier start", "run": 0, "time": 1.0}
+EARLIER = {
+    "exit_code": 0,
+    "status": "done",
+    "message": "of an earlier start",
+    "run": 0,
+    "time": 1.0,
+}
 SAVED_AT = 2
 OURS = re.compile(r'File "[^"]*(megatron_lite|pretrain_gpt)')
 # A rank ended before it could tell the others, and no launcher ends them.
@@ -59,19 +72,26 @@ class Moment:
 
 
 def draw(chance: random.Random, torchrun: float) -> Moment:
-    """Draw a moment. torchrun: share of the starts under torchrun, which import torch and take seconds."""
+    """Draw a moment. torchrun: share of the starts under torchrun, which import torch and take
+    seconds."""
     ranks, how = chance.randint(1, 3), "torchrun" if chance.random() < torchrun else "forked"
     targets = [None, chance.randrange(ranks), *([-1] if how == "torchrun" else [])]
     phase = chance.choice(PHASES)
     delay_s = chance.uniform(0.0, 0.2 if phase in ("", RENDEZVOUS) else 0.05)
-    return Moment(ranks, how, chance.random() < 0.5, chance.choice(SIGNALS), chance.choice(targets), phase, delay_s)
+    return Moment(
+        ranks,
+        how,
+        chance.random() < 0.5,
+        chance.choice(SIGNALS),
+        chance.choice(targets),
+        phase,
+        delay_s,
+    )
 
 
 def command(experiment: Path, ranks: int) -> list[str]:
     """Return the flags of a run that never ends by itself."""
-    flags = (
-        f"--experiment_dir={experiment} --batch_size=6 --startup_timeout={STARTUP_TIMEOUT_S} --checkpoint_interval=50"
-    )
+    flags = f"--experiment_dir={experiment} --batch_size=6 --startup_timeout={STARTUP_TIMEOUT_S} --checkpoint_interval=50"
     return [*TINY, *flags.split(), "--train_iters=1000000", f"--micro_batch_size={6 // ranks}"]
 
 
@@ -128,7 +148,9 @@ def _targets(moment: Moment, start: Start) -> list[int]:
 
 def _has_begun(moment: Moment, start: Start, experiment: Path) -> bool:
     ranks = _ranks(moment, start)
-    if len(ranks) < moment.ranks or not all(catches(pid, signal.SIGUSR1) for pid in ranks):  # unlike torchrun
+    if len(ranks) < moment.ranks or not all(
+        catches(pid, signal.SIGUSR1) for pid in ranks
+    ):  # unlike torchrun
         return False
     if not moment.phase:
         return True
@@ -146,9 +168,15 @@ def _wrong(moment: Moment, outcome: Outcome, experiment: Path, is_owned: bool) -
     ended, output = read_exit(experiment), outcome.output
     message, code = str(ended["message"]), ended["exit_code"]
     said = f"{outcome.codes}, {ended}, {output[-3000:]}"
-    if "frame #" in output or OURS.search(output) or (moment.how == "forked" and "Traceback" in output):
+    if (
+        "frame #" in output
+        or OURS.search(output)
+        or (moment.how == "forked" and "Traceback" in output)
+    ):
         yield f"a stack in the output: {said}"
-    at_once = moment.number == signal.SIGKILL and not moment.phase  # between the folder of the start and exit.json
+    at_once = (
+        moment.number == signal.SIGKILL and not moment.phase
+    )  # between the folder of the start and exit.json
     if is_owned and not _owned(ended) and not at_once:
         yield f"exit.json is of another start: {said}"
     if (ended["status"], code) not in (
@@ -184,7 +212,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--starts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--torchrun", type=float, default=0.15, help="share of the starts under torchrun")
+    parser.add_argument(
+        "--torchrun", type=float, default=0.15, help="share of the starts under torchrun"
+    )
     arguments = parser.parse_args()
     chance, begun = random.Random(arguments.seed), time.monotonic()
     met: collections.Counter[str] = collections.Counter()
@@ -200,7 +230,9 @@ def main() -> int:
             bad += bool(found)
             for problem in found:
                 print(f"BAD {number}: {moment}: {problem}", flush=True)
-    print(f"{arguments.starts} starts in {time.monotonic() - begun:.0f} s, {dict(met)}: {bad} bad outcomes")
+    print(
+        f"{arguments.starts} starts in {time.monotonic() - begun:.0f} s, {dict(met)}: {bad} bad outcomes"
+    )
     return int(bool(bad))
 
 

@@ -1,11 +1,13 @@
-"""SIGKILL at random moments, to one rank, to all, to the launcher alone or to everything, until the run is done.
+"""SIGKILL at random moments, to one rank, to all, to the launcher alone or to everything, until the
+run is done.
 
     python -m tests.faults --kills=1000 --seed=1
     python -m tests.faults --kills=20 --torchrun      the real launcher in place of one that stands for it
 
-A cycle starts the same command, kills what it drew at the moment that it drew, waits for the end of every process, and
-checks what is left. A run ends with a start that nothing disturbs, and is compared with a run that was never killed.
-The last lines are the figures; the exit code is 1 if anything was lost, left over or differs.
+A cycle starts the same command, kills what it drew at the moment that it drew, waits for the end of
+every process, and checks what is left. A run ends with a start that nothing disturbs, and is
+compared with a run that was never killed. The last lines are the figures; the exit code is 1 if
+anything was lost, left over or differs.
 """
 
 import argparse
@@ -45,10 +47,14 @@ RANKS = 2
 STARTUP_TIMEOUT_S = 5
 ALONE_S = 5.0  # in which ranks without their launcher must have stopped
 GONE_S = 10.0  # in which every process must be gone
-# A rank that was started by hand cannot know that another one will never come. torch waits for the store a second time.
+# A rank that was started by hand cannot know that another one will never come. torch waits for the
+# store a second time.
 NEVER_MET_S = GONE_S + 2 * STARTUP_TIMEOUT_S
-# A data worker whose rank dies while starting it. The rest of what Python says then is not ours to change.
-WORKER_WITHOUT_RANK = re.compile(r"Traceback \(most recent call last\):\n(?:  .*\n)+EOFError: Ran out of input\n")
+# A data worker whose rank dies while starting it. The rest of what Python says then is not ours to
+# change.
+WORKER_WITHOUT_RANK = re.compile(
+    r"Traceback \(most recent call last\):\n(?:  .*\n)+EOFError: Ran out of input\n"
+)
 START_S = 120.0  # in which a start must end by itself
 TARGETS = ("rank", "ranks", "launcher", "node")
 PHASES = ("start", "rendezvous", "load", "step", "save", "prune", "export")
@@ -91,13 +97,20 @@ def draw(chance: random.Random, targets: Collection[str], torchrun: bool = False
     launcher = torchrun or chance.random() < 0.7
     possible = ("rank", "ranks", "launcher", "launcher", "node") if launcher else ("rank", "ranks")
     target = chance.choice([target for target in possible if target in targets])
-    width_s = {"start": 5.0 if torchrun else 0.4, "rendezvous": 0.05, "load": 0.2, "step": 0.05}.get(phase, 0.002)
+    width_s = {
+        "start": 5.0 if torchrun else 0.4,
+        "rendezvous": 0.05,
+        "load": 0.2,
+        "step": 0.05,
+    }.get(phase, 0.002)
     count = chance.randint(1, {"step": 4, "prune": 12, "export": 24}.get(phase, 40))
     rank = 0 if phase == "prune" else chance.randrange(RANKS)
     pause_s = chance.choice((0.0, 0.005))
     overlap = target == "launcher" and chance.random() < 0.5
     delay_s = chance.uniform(0.0, width_s)
-    return Moment(launcher, target, rank, phase, delay_s, count, pause_s, chance.random() < 0.5, overlap)
+    return Moment(
+        launcher, target, rank, phase, delay_s, count, pause_s, chance.random() < 0.5, overlap
+    )
 
 
 @dataclass
@@ -121,7 +134,9 @@ class Figures:
         """Yield the report."""
         targets = sorted({target for _, target in self.met})
         for phase in PHASES:
-            yield f"  {phase:<11}" + "".join(f"{target:>9} {self.met[phase, target]:>4}" for target in targets)
+            yield f"  {phase:<11}" + "".join(
+                f"{target:>9} {self.met[phase, target]:>4}" for target in targets
+            )
         slowest = max(self.gone_s, default=0.0)
         yield (
             f"{self.kills:,} kills in {self.runs:,} runs, {seconds:.0f} s: {self.lost} published checkpoints lost, "
@@ -135,7 +150,9 @@ class Figures:
 class Cycle:
     """One start of the command in `experiment`; `moment` is None for one that nothing disturbs."""
 
-    def __init__(self, command: list[str], experiment: Path, moment: Moment | None, torchrun: bool = False) -> None:
+    def __init__(
+        self, command: list[str], experiment: Path, moment: Moment | None, torchrun: bool = False
+    ) -> None:
         self.experiment, self.moment = experiment, moment
         self.folder = Path(tempfile.mkdtemp(prefix="start_", dir=experiment.parent))
         self.published = {*checkpoints(experiment)}
@@ -185,9 +202,13 @@ class Cycle:
             return (self.folder / f"rank_{moment.rank}.joined").exists()
         if moment.phase == "step":
             return self._metrics_lines() >= self.lines + moment.count
-        return bool(select.select([self.signals], [], [], 0.0)[0]) and bool(os.read(self.signals, 1))
+        return bool(select.select([self.signals], [], [], 0.0)[0]) and bool(
+            os.read(self.signals, 1)
+        )
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float, pause_s: float = 0.0005) -> bool:
+    def wait_for(
+        self, condition: Callable[[], bool], limit_s: float, pause_s: float = 0.0005
+    ) -> bool:
         """Wait for a condition; return False if it does not come, or every process has ended."""
         deadline, checked = time.monotonic() + limit_s, time.monotonic()
         while not condition():
@@ -218,7 +239,9 @@ class Cycle:
                     pass
 
     def said(self, streams: str = "std*") -> str:
-        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.folder.glob(streams)))
+        return "".join(
+            path.read_text("utf-8", "replace") for path in sorted(self.folder.glob(streams))
+        )
 
     def close(self) -> None:
         os.close(self.signals)
@@ -248,13 +271,17 @@ def notify(sender: int, moment: Moment) -> Callable[[OsCall], None]:
 def write_corpus(prefix: Path) -> None:
     """Write a data set that a run reads more than once."""
     generator = np.random.default_rng(0)
-    write_documents(prefix, (generator.integers(0, 64, size=int(generator.integers(1, 40))) for _ in range(60)))
+    write_documents(
+        prefix, (generator.integers(0, 64, size=int(generator.integers(1, 40))) for _ in range(60))
+    )
 
 
 class Harness:
     """Runs that are killed again and again, and what is expected of them."""
 
-    def __init__(self, folder: Path, seed: int, targets: Collection[str], iterations: int, torchrun: bool) -> None:
+    def __init__(
+        self, folder: Path, seed: int, targets: Collection[str], iterations: int, torchrun: bool
+    ) -> None:
         self.folder = folder
         self.chance = random.Random(seed)
         self.figures = Figures()
@@ -266,7 +293,12 @@ class Harness:
     def command(self, experiment: Path, layout: int) -> list[str]:
         """Return the program and its flags."""
         return [
-            *(str(PROGRAM), *TINY, f"--experiment_dir={experiment}", f"--data_path={self.folder / 'corpus'}"),
+            *(
+                str(PROGRAM),
+                *TINY,
+                f"--experiment_dir={experiment}",
+                f"--data_path={self.folder / 'corpus'}",
+            ),
             *f"--train_iters={self.iterations} --startup_timeout={STARTUP_TIMEOUT_S} --hidden_dropout=0.1".split(),
             *"--dataset_source=list --split=9,1,0 --checkpoint_interval=2 --max_checkpoints=2 --log_interval=3".split(),
             *"--validation_iters=1 --validation_interval=8 --export_interval=6".split(),
@@ -332,9 +364,16 @@ class Harness:
         limit_s = NEVER_MET_S if moment.may_never_meet() else GONE_S
         self._gone(cycle, str(moment), limit_s if met else START_S)
         self._check(cycle, str(moment), expected)
-        if met and moment.target == "launcher" and not moment.overlap and cycle.latest_s > killed_s + ALONE_S:
+        if (
+            met
+            and moment.target == "launcher"
+            and not moment.overlap
+            and cycle.latest_s > killed_s + ALONE_S
+        ):
             self.figures.went_on += 1
-            self._bad(f"{moment}: saved {cycle.latest_s - killed_s:.1f} s after its launcher was gone")
+            self._bad(
+                f"{moment}: saved {cycle.latest_s - killed_s:.1f} s after its launcher was gone"
+            )
         ended = not met and self._is_complete(experiment)
         if not met and not ended:
             self._bad(f"{moment}: ended before, and not as it should: {cycle.said()[-3000:]}")
@@ -342,7 +381,8 @@ class Harness:
         return met
 
     def _overlap(self, command: list[str], experiment: Path) -> None:
-        """Start again while ranks without a launcher are still there: refused, or they write nothing any more."""
+        """Start again while ranks without a launcher are still there: refused, or they write
+        nothing any more."""
         second = Cycle(command, experiment, None)
         while any(pid in processes_of_starts() for pid in second.by_hand):
             second.look()
@@ -375,15 +415,22 @@ class Harness:
             cycle.wait_for(lambda: False, GONE_S, 0.005)
         elif limit_s == GONE_S:  # not a start that ended by itself
             self.figures.gone_s.append(time.monotonic() - begun)
-        while not cycle.codes.keys() >= {*cycle.by_hand}:  # a dead process can be a moment away from being reaped
+        while not cycle.codes.keys() >= {
+            *cycle.by_hand
+        }:  # a dead process can be a moment away from being reaped
             cycle.look()
 
     def _check(self, cycle: Cycle, story: str, expected: int | None) -> None:
-        """Check what a start has left: all that was published is there or was replaced by newer, and whole."""
+        """Check what a start has left: all that was published is there or was replaced by newer,
+        and whole."""
         published = checkpoints(cycle.experiment)
-        if max(published, default=0) < max(cycle.published, default=0) or cycle.exported - exported(cycle.experiment):
+        if max(published, default=0) < max(cycle.published, default=0) or cycle.exported - exported(
+            cycle.experiment
+        ):
             self.figures.lost += 1
-            self._bad(f"{story}: published {sorted(cycle.published)} {cycle.exported}, now {published}")
+            self._bad(
+                f"{story}: published {sorted(cycle.published)} {cycle.exported}, now {published}"
+            )
         try:
             assert_all_good(cycle.experiment)
         except (AssertionError, OSError, ValueError) as error:
@@ -393,7 +440,9 @@ class Harness:
         resumed = re.search(r"^resumed from .* at iteration (\d+)", said, re.M)
         loaded = resumed is not None or "loss" in said
         if loaded and (int(resumed[1]) if resumed else None) != expected:
-            self._bad(f"{story}: resumed from {resumed and resumed[0]}, not from {expected}: {said[-3000:]}")
+            self._bad(
+                f"{story}: resumed from {resumed and resumed[0]}, not from {expected}: {said[-3000:]}"
+            )
         codes = {cycle.codes.get(pid) for pid in cycle.by_hand} - {None, 0, -signal.SIGKILL}
         if (
             (not cycle.torchrun and "Traceback" in WORKER_WITHOUT_RANK.sub("", said))
@@ -413,7 +462,10 @@ class Harness:
 
     def _check_one_writer(self, experiment: Path) -> None:
         """Check that no start wrote its metrics between those of a later one."""
-        runs = [json.loads(line)["run"] for line in (experiment / "metrics.jsonl").read_bytes().splitlines()]
+        runs = [
+            json.loads(line)["run"]
+            for line in (experiment / "metrics.jsonl").read_bytes().splitlines()
+        ]
         if runs != sorted(runs):
             self.figures.written_by_two += 1
             self._bad(f"{experiment}: metrics of starts {runs}")
@@ -429,11 +481,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=24, help="of each run")
-    parser.add_argument("--keep", default=None, help="a folder for the runs, kept if anything is wrong")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="what may be killed")
+    parser.add_argument(
+        "--keep", default=None, help="a folder for the runs, kept if anything is wrong"
+    )
+    parser.add_argument(
+        "--targets", nargs="+", default=TARGETS, choices=TARGETS, help="what may be killed"
+    )
     parser.add_argument("--torchrun", action="store_true", help="start with the real torchrun")
     arguments = parser.parse_args()
-    # Imported here once; every rank is a fork of this process, which has one thread and has never used torch.
+    # Imported here once; every rank is a fork of this process, which has one thread and has never
+    # used torch.
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
     import megatron_lite.train  # noqa: F401
@@ -441,7 +498,9 @@ def main() -> int:
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="megatron_lite_kills_"))
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    harness = Harness(folder, arguments.seed, arguments.targets, arguments.iterations, arguments.torchrun)
+    harness = Harness(
+        folder, arguments.seed, arguments.targets, arguments.iterations, arguments.torchrun
+    )
     try:
         harness.kill(arguments.kills)
     finally:

@@ -1,4 +1,5 @@
-"""Signals and kills before the first iteration: see tests/faults/early_ends.py, which also runs by itself."""
+"""Signals and kills before the first iteration: see tests/faults/early_ends.py, which also runs by
+itself."""
 
 import random
 import signal

@@ -1,9 +1,10 @@
-"""Every call that changes the disk during a save, a deletion and an export fails once, on each of two ranks.
+"""Every call that changes the disk during a save, a deletion and an export fails once, on each of
+two ranks.
 
-The run resumes from its first checkpoint, makes one more iteration, saves it, deletes the first checkpoint and exports.
-In place of one of those calls comes SIGKILL, a full disk or an I/O error. Whatever the call: published checkpoints stay
-whole, an error is one line with path and reason and exit code 8, and the next start ends with the bits of a run without
-a fault.
+The run resumes from its first checkpoint, makes one more iteration, saves it, deletes the first
+checkpoint and exports. In place of one of those calls comes SIGKILL, a full disk or an I/O error.
+Whatever the call: published checkpoints stay whole, an error is one line with path and reason and
+exit code 8, and the next start ends with the bits of a run without a fault.
 """
 
 import collections
@@ -24,7 +25,10 @@ from tests.support.results import assert_all_good, assert_same_run, checkpoints
 
 RANKS = 2
 KINDS = {"kill": None, "full": errno.ENOSPC, "broken": errno.EIO, "full from then on": errno.ENOSPC}
-WAYS = {"in place": {}, "in the background": {"async_checkpoint": 1, "train_iters": 3, "export_interval": 3}}
+WAYS = {
+    "in place": {},
+    "in the background": {"async_checkpoint": 1, "train_iters": 3, "export_interval": 3},
+}
 SOME = {("kill", 0): 72, ("full", 0): 40, ("broken", 1): 9, ("full from then on", 1): 4}
 CHANGES = "open openat creat mkdir mkdirat write writev pwrite64 pwritev copy_file_range sendfile ftruncate truncate \
 fallocate fsync fdatasync rename renameat renameat2 link linkat symlink symlinkat unlink unlinkat rmdir"
@@ -53,7 +57,8 @@ def flags(experiment: Path, **more: object) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run that has stopped after its first iteration, and the same run, finished without a fault."""
+    """A run that has stopped after its first iteration, and the same run, finished without a
+    fault."""
 
     begun: Path
     reference: Path
@@ -75,7 +80,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(begun, reference)
     succeed(flags(reference, **options), RANKS)
     case = Case(begun, reference, options)
-    assert checkpoints(reference) == [case.last] and os.listdir(reference / "export") == [str(case.last)]
+    assert checkpoints(reference) == [case.last] and os.listdir(reference / "export") == [
+        str(case.last)
+    ]
     return case
 
 
@@ -85,14 +92,21 @@ def assert_one_clear_line(outcome: Outcome, kind: str, call: str, experiment: Pa
     errors = [line for line in outcome.error_lines() if line.startswith("ERROR")]
     assert len(errors) <= 1, outcome.stderrs
     if kind == "kill":
-        assert set(outcome.codes) in ({-signal.SIGKILL, 6}, {-signal.SIGKILL, 0}), (outcome.codes, outcome.output)
+        assert set(outcome.codes) in ({-signal.SIGKILL, 6}, {-signal.SIGKILL, 0}), (
+            outcome.codes,
+            outcome.output,
+        )
         return
     assert outcome.codes in ([0, 0], [8, 8]), (outcome.codes, outcome.output)
     assert (outcome.codes == [8, 8]) == bool(errors), outcome.output
     reason = os.strerror(KINDS[kind] or 0)
     if call == f"mkdir {experiment}/checkpoints":  # which exists
         return
-    said = [line for line in outcome.output.splitlines() if re.search(rf"{experiment}/\S+: .*{reason}", line)]
+    said = [
+        line
+        for line in outcome.output.splitlines()
+        if re.search(rf"{experiment}/\S+: .*{reason}", line)
+    ]
     assert said, f"no line names path and reason\n{outcome.output}"
 
 
@@ -101,7 +115,9 @@ def survives(kind: str, rank: int, call: int, case: Case, folder: Path) -> bool:
     experiment, fired = folder / "run", str(folder / "fired")
     shutil.copytree(case.begun, experiment)
     lasts = kind == "full from then on"
-    faults = {other: Fault(call * (other == rank), KINDS[kind], fired, lasts) for other in range(RANKS)}
+    faults = {
+        other: Fault(call * (other == rank), KINDS[kind], fired, lasts) for other in range(RANKS)
+    }
     outcome = run(flags(experiment, **case.options), RANKS, faults=faults)
     if not os.path.exists(fired):
         assert outcome.codes == [0, 0], outcome.output
@@ -115,7 +131,11 @@ def survives(kind: str, rank: int, call: int, case: Case, folder: Path) -> bool:
     assert f"resumed from {experiment}/checkpoints/{newest} at" in again.stdouts[0], again.output
     assert_all_good(experiment)
     assert_same_run(experiment, case.reference)
-    left = [path for path in (experiment / "checkpoints").iterdir() if path.name.startswith((".tmp", ".ready"))]
+    left = [
+        path
+        for path in (experiment / "checkpoints").iterdir()
+        if path.name.startswith((".tmp", ".ready"))
+    ]
     assert not left
     return True
 
@@ -123,7 +143,9 @@ def survives(kind: str, rank: int, call: int, case: Case, folder: Path) -> bool:
 @pytest.mark.parametrize("kind, rank", SOME, ids=str)
 def test_a_fault_in_some_calls(kind: str, rank: int, case: Case, tmp_path: Path) -> None:
     """One call of each kind; with -m slow, all of them."""
-    assert survives(kind, rank, SOME[kind, rank], case, tmp_path), f"fewer than {SOME[kind, rank]} calls"
+    assert survives(kind, rank, SOME[kind, rank], case, tmp_path), (
+        f"fewer than {SOME[kind, rank]} calls"
+    )
 
 
 @pytest.mark.slow
@@ -160,10 +182,28 @@ def test_no_call_is_missed(case: Case, tmp_path: Path) -> None:
     log, calls = tmp_path / "calls", tmp_path / "strace"
     succeed(flags(seen), faults={0: Fault(0, None, str(log), records=True)})
     known = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    words = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(calls), "-e", f"trace={','.join(CHANGES.split())}"]
-    subprocess.run([*words, sys.executable, str(PROGRAM), *flags(traced)], env=known, check=True, capture_output=True)
+    words = [
+        "strace",
+        "-f",
+        "-y",
+        "-qq",
+        "-s",
+        "0",
+        "-o",
+        str(calls),
+        "-e",
+        f"trace={','.join(CHANGES.split())}",
+    ]
+    subprocess.run(
+        [*words, sys.executable, str(PROGRAM), *flags(traced)],
+        env=known,
+        check=True,
+        capture_output=True,
+    )
     ours = collections.Counter(_general(line) for line in log.read_text("utf-8").splitlines())
-    kernels = collections.Counter(filter(None, map(_traced, calls.read_text("utf-8", "replace").splitlines())))
+    kernels = collections.Counter(
+        filter(None, map(_traced, calls.read_text("utf-8", "replace").splitlines()))
+    )
     assert ours == kernels
 
 
@@ -176,7 +216,8 @@ def _general(call: str) -> str:
 
 
 def _traced(line: str) -> str | None:
-    """Return a line of strace in the words of `os`; None for one outside of checkpoints/ and export/."""
+    """Return a line of strace in the words of `os`; None for one outside of checkpoints/ and
+    export/."""
     found = re.match(r"\d+ +(\w+)\((.*)\) += (-?\d+)", line)
     if found is None or not re.search(r"/traced/(checkpoints|export)\b", found[2]):
         return None

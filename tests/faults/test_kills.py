@@ -1,4 +1,5 @@
-"""SIGKILL at random moments to ranks and launchers: see tests/faults/kills.py, which also runs by itself."""
+"""SIGKILL at random moments to ranks and launchers: see tests/faults/kills.py, which also runs by
+itself."""
 
 import subprocess
 from pathlib import Path
@@ -20,9 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_random_kills(more: str) -> None:
-    """Nothing published is lost or damaged, the end has the bits of an undisturbed run, and nothing is left over."""
+    """Nothing published is lost or damaged, the end has the bits of an undisturbed run, and nothing
+    is left over."""
     command = [str(warm_python.folder() / "python"), "-m", "tests.faults", *more.split()]
     environment = warm_python.environment()
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    outcome = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert " 0 bad outcomes" in outcome.stdout, outcome.stdout

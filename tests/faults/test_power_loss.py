@@ -1,4 +1,5 @@
-"""A power cut at any moment of saves and deletions: whatever reached the disk, a promised checkpoint loads."""
+"""A power cut at any moment of saves and deletions: whatever reached the disk, a promised
+checkpoint loads."""
 
 import random
 import shutil
@@ -28,9 +29,14 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Event]:
 
 
 def faults_of(
-    events: Sequence[Event], per_moment: int, folder: Path, again: Callable[[int], bool], every: int = 1
+    events: Sequence[Event],
+    per_moment: int,
+    folder: Path,
+    again: Callable[[int], bool],
+    every: int = 1,
 ) -> Iterator[str]:
-    """Yield what goes wrong in images of a power cut before each event. again: whether to save once more there."""
+    """Yield what goes wrong in images of a power cut before each event. again: whether to save once
+    more there."""
     chance = random.Random(1)
     for moment in range(1, len(events) + 1, every):
         disk = Disk(events[:moment])
@@ -57,9 +63,14 @@ def faults_of(
             shutil.rmtree(root)
 
 
-@pytest.mark.parametrize(("every", "per_moment"), [(2, 3), pytest.param(1, 40, marks=pytest.mark.slow)])
-def test_any_power_cut(events: Sequence[Event], every: int, per_moment: int, tmp_path: Path) -> None:
-    """The checkpoint of the last save that returned, or a newer one, is loaded bit for bit, and none is damaged."""
+@pytest.mark.parametrize(
+    ("every", "per_moment"), [(2, 3), pytest.param(1, 40, marks=pytest.mark.slow)]
+)
+def test_any_power_cut(
+    events: Sequence[Event], every: int, per_moment: int, tmp_path: Path
+) -> None:
+    """The checkpoint of the last save that returned, or a newer one, is loaded bit for bit, and
+    none is damaged."""
     again = 150 // per_moment
     bad = list(faults_of(events, per_moment, tmp_path, lambda moment: moment % again == 1, every))
     assert not bad, f"{len(bad)} bad images:\n" + "\n".join(bad[:20])
@@ -68,13 +79,19 @@ def test_any_power_cut(events: Sequence[Event], every: int, per_moment: int, tmp
 FORGOTTEN: dict[str, Callable[[Event], bool]] = {
     "tensors": lambda event: event.name == "fsync" and event.path.endswith(".safetensors"),
     "manifest": lambda event: event.name == "fsync" and event.path.endswith("manifest.json"),
-    "new folder": lambda event: event.name == "fsync" and event.path.startswith(".tmp-") and "/" not in event.path,
+    "new folder": lambda event: (
+        event.name == "fsync" and event.path.startswith(".tmp-") and "/" not in event.path
+    ),
     "directory": lambda event: event.name == "fsync" and event.path == "",
 }
 
 
 @pytest.mark.parametrize(
-    "sync", [pytest.param(sync, marks=[pytest.mark.slow] * (sync in ("manifest", "new folder"))) for sync in FORGOTTEN]
+    "sync",
+    [
+        pytest.param(sync, marks=[pytest.mark.slow] * (sync in ("manifest", "new folder")))
+        for sync in FORGOTTEN
+    ],
 )
 def test_a_forgotten_sync_is_noticed(events: Sequence[Event], sync: str, tmp_path: Path) -> None:
     """Without any one kind of sync, some image is bad: the test above needs them all."""

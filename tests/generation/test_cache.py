@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.generation.continuation import Limits, SamplingOptions, Text, TokenSampler, continue_texts
+from megatron_lite.generation.continuation import (
+    Limits,
+    SamplingOptions,
+    Text,
+    TokenSampler,
+    continue_texts,
+)
 from megatron_lite.generation.model import LocalModel, load_model
 from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.kv_cache import KeyValueCache
@@ -18,7 +24,9 @@ from megatron_lite.seeds import derive_seed
 from tests.support import families
 from tests.support.harness import tiny_config
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 12, 20, 6)  # of prompts; the windows of the families have 7 tokens
 NEW_TOKENS = 14
@@ -36,7 +44,9 @@ class Recorder(TokenSampler):
         return super().__call__(logits)
 
 
-def grow(model: LocalModel, prompts: list[list[int]], rows: int, new_tokens: int = NEW_TOKENS) -> list[Text]:
+def grow(
+    model: LocalModel, prompts: list[list[int]], rows: int, new_tokens: int = NEW_TOKENS
+) -> list[Text]:
     texts = [Text(prompt, Recorder()) for prompt in prompts]
     ended = list(continue_texts(model.run, model.device, texts, Limits(new_tokens, 40), rows))
     assert len(ended) == len(texts) and all(text.finish is not None for text in texts)
@@ -57,7 +67,8 @@ def generated(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> li
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Prompts of different lengths give the tokens of transformers; logits are within 1e-5 of those of a full pass."""
+    """Prompts of different lengths give the tokens of transformers; logits are within 1e-5 of those
+    of a full pass."""
     families.write_folder(name, tmp_path)
     theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 40, "fp32", CPU)
     texts = grow(ours, prompts_of(), rows=3)
@@ -65,7 +76,9 @@ def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> No
     for text in texts:
         whole = families.logits_of(theirs, torch.tensor([text.prompt + text.tokens[:-1]]))[0]
         assert isinstance(text.sampler, Recorder)
-        torch.testing.assert_close(torch.stack(text.sampler.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.stack(text.sampler.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5
+        )
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +120,18 @@ def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> N
 
 
 def test_a_cache_holds_what_can_be_looked_at() -> None:
-    """A window of 7 needs 7 slots; without a window there is one slot per token of the longest text."""
+    """A window of 7 needs 7 slots; without a window there is one slot per token of the longest
+    text."""
     cache = KeyValueCache(3, 30)
     like = torch.zeros(1, 2, 5, 8)
     num_bytes = 0
     for block, window, slots in (("a", 7, 7), ("b", None, 30), ("c", 100, 30)):
         texts = cache.of(block, like, window)
-        assert [keys.shape for keys, _ in texts] == [values.shape for _, values in texts] == [(2, slots, 8)] * 3
+        assert (
+            [keys.shape for keys, _ in texts]
+            == [values.shape for _, values in texts]
+            == [(2, slots, 8)] * 3
+        )
         assert cache.of(block, like, window) is texts
         num_bytes += sum(tensor.nbytes for pair in texts for tensor in pair)
     assert num_bytes == 2 * 4 * 3 * 2 * 8 * (7 + 30 + 30)
@@ -126,7 +144,9 @@ class RandomSource:
     training: Mapping[str, Any] = {}
 
     def __init__(self, **options: Any) -> None:
-        self.model = tiny_config(num_layers=2, sequence_length=40, init_method_std=0.4, **options).model
+        self.model = tiny_config(
+            num_layers=2, sequence_length=40, init_method_std=0.4, **options
+        ).model
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -183,11 +203,14 @@ def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(
         assert hidden is not None and isinstance(text.sampler, Recorder)
         expected = head.logits(hidden)[0, len(text.prompt) - 1 :]
         tolerance = (1e-5 if dtype == torch.float32 else 0.05) * float(expected.abs().max())
-        torch.testing.assert_close(torch.stack(text.sampler.logits), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            torch.stack(text.sampler.logits), expected, rtol=0, atol=tolerance
+        )
 
 
 def test_prompts_are_attended_to_by_what_works() -> None:
-    """Prompts use flash attention on a CPU in fp32, and math whenever the softmax must be in fp32."""
+    """Prompts use flash attention on a CPU in fp32, and math whenever the softmax must be in
+    fp32."""
     for upcast, expected in ((False, "flash"), (True, "math")):
         source: Any = RandomSource(use_rotary_embeddings=True, attention_softmax_in_fp32=upcast)
         assert LocalModel(source, 40, torch.float32, CPU).prompt_attention() == expected
@@ -197,8 +220,11 @@ def test_prompts_are_attended_to_by_what_works() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_texts_of_a_gpu_are_those_of_a_cpu(backend: str) -> None:
-    """On a GPU texts equal those of transformers in fp32, and do not depend on other texts in bf16."""
-    source: Any = RandomSource(use_rotary_embeddings=True, head_groups=2, window_size=7, kv_channels=16)
+    """On a GPU texts equal those of transformers in fp32, and do not depend on other texts in
+    bf16."""
+    source: Any = RandomSource(
+        use_rotary_embeddings=True, head_groups=2, window_size=7, kv_channels=16
+    )
     gpu = torch.device("cuda")
     on_cpu = grow(LocalModel(source, 40, torch.float32, CPU), prompts_of(), 3)
     model = LocalModel(source, 40, torch.float32, gpu)

@@ -1,4 +1,5 @@
-"""Prompts, stop strings, sampling, and the text of a continuation, with tokenizers whose tokens are not letters."""
+"""Prompts, stop strings, sampling, and the text of a continuation, with tokenizers whose tokens are
+not letters."""
 
 import json
 import math
@@ -31,22 +32,36 @@ SAMPLER = TokenSampler(SamplingOptions(), 0)
 
 
 def metaspace_tokenizer(folder: Path) -> JsonTokenizer:
-    """A tokenizer like those of Llama 2 and Mistral: a space belongs to the next word, a text begins with <s>."""
+    """A tokenizer like those of Llama 2 and Mistral: a space belongs to the next word, a text
+    begins with <s>."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, processors
 
     words = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "▁the", "▁cat", "s", "▁s", "a", "t", "é", "▁a"]
-    tokenizer = Library(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Library(
+        models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(parts)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return JsonTokenizer(str(folder / "tokenizer.json"))
 
 
-def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: tuple[str, ...] = ()) -> str:
+def continuation(
+    tokenizer: Tokenizer, prompt: list[int], tokens: list[int], stops: tuple[str, ...] = ()
+) -> str:
     return Continuations(tokenizer, stops).text(Text(prompt, SAMPLER, tokens))
 
 
@@ -58,10 +73,15 @@ def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (3, 1), (5,)], ids=str)
-def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    """A text ends with the token that completes a stop string, and is cut before the stop string."""
+def test_a_stop_string_ends_a_text_wherever_its_tokens_begin(
+    cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A text ends with the token that completes a stop string, and is cut before the stop
+    string."""
     whole, stop = "one two END three", "END"
-    tokenizer = train_tokenizer(iter([whole, " END", "two EN", "D three"] * 20), 290, str(tmp_path / "t.json"))
+    tokenizer = train_tokenizer(
+        iter([whole, " END", "two EN", "D three"] * 20), 290, str(tmp_path / "t.json")
+    )
     pieces, at = [], 0
     while at < len(whole):
         size = cuts[len(pieces) % len(cuts)]
@@ -171,22 +191,30 @@ OPTIONS = (
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_probabilities_are_those_of_transformers(options: SamplingOptions) -> None:
-    """Temperature, top-k and top-p in transformers' order, including that something is always left."""
-    warpers = pytest.importorskip("transformers", reason="transformers is not installed").generation.logits_process
+    """Temperature, top-k and top-p in transformers' order, including that something is always
+    left."""
+    warpers = pytest.importorskip(
+        "transformers", reason="transformers is not installed"
+    ).generation.logits_process
     scores = LOGITS.double()[None]
     scores = warpers.TemperatureLogitsWarper(options.temperature)(None, scores)
     if options.top_k is not None:
         scores = warpers.TopKLogitsWarper(options.top_k)(None, scores)
     if options.top_p < 1.0:
         scores = warpers.TopPLogitsWarper(options.top_p)(None, scores)
-    torch.testing.assert_close(options.probabilities(LOGITS), scores.softmax(-1)[0], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        options.probabilities(LOGITS), scores.softmax(-1)[0], rtol=1e-12, atol=1e-15
+    )
 
 
 def test_draws_follow_the_probabilities_and_repeat_with_the_seed() -> None:
-    """4,000 draws stay within 4 standard deviations of every token's share; one seed gives one stream."""
+    """4,000 draws stay within 4 standard deviations of every token's share; one seed gives one
+    stream."""
     options, count = SamplingOptions(1.5, top_k=12), 4_000
     sampler = TokenSampler(options, 1)
-    drawn = torch.bincount(torch.tensor([sampler(LOGITS) for _ in range(count)]), minlength=len(LOGITS))
+    drawn = torch.bincount(
+        torch.tensor([sampler(LOGITS) for _ in range(count)]), minlength=len(LOGITS)
+    )
     expected = options.probabilities(LOGITS)
     error = (drawn / count - expected).abs()
     assert (error <= 4 * (expected * (1 - expected) / count).sqrt()).all()

@@ -1,4 +1,5 @@
-"""--sample_interval: the same texts at every ZeRO stage and number of ranks, no effect on training, clear errors."""
+"""--sample_interval: the same texts at every ZeRO stage and number of ranks, no effect on training,
+clear errors."""
 
 import contextlib
 import json
@@ -18,7 +19,13 @@ from megatron_lite.model.kv_cache import KeyValueCache
 from megatron_lite.monitor.trackers.metrics_file import MetricsFile
 from megatron_lite.monitor.trackers.opening import Trackers
 from megatron_lite.run.stop_signal import StopRequested
-from tests.support.harness import full_weights, run_distributed, same_weights, tiny_config, train_whole
+from tests.support.harness import (
+    full_weights,
+    run_distributed,
+    same_weights,
+    tiny_config,
+    train_whole,
+)
 from tests.support.token_files import save_byte_tokenizer
 
 PROMPTS = ("the", "a longer one", "", "the")
@@ -59,7 +66,8 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def train_each(distributed: Distributed, *every: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run several trainings; return the weights of each, and the next number of the global random generator."""
+    """Run several trainings; return the weights of each, and the next number of the global random
+    generator."""
     results: list[dict[str, Any]] = []
     for values in every:
         torch.manual_seed(5)
@@ -77,7 +85,12 @@ def lines(values: dict[str, Any]) -> list[dict[str, Any]]:
     "model, layouts",
     [
         pytest.param({"hidden_dropout": 0.0}, ((1, 1), (2, 3)), id="gpt2: 1 rank, 2 with ZeRO 3"),
-        pytest.param(LLAMA, ((2, 1), (2, 2), (2, 3)), id="llama: 2 ranks with ZeRO 1, 2, 3", marks=pytest.mark.slow),
+        pytest.param(
+            LLAMA,
+            ((2, 1), (2, 2), (2, 3)),
+            id="llama: 2 ranks with ZeRO 1, 2, 3",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
@@ -87,22 +100,38 @@ def test_samples_leave_no_trace_and_do_not_depend_on_the_partition(
     texts = []
     for ranks, zero_stage in layouts:
         with_samples = options(tmp_path / f"{ranks} {zero_stage}", zero_stage=zero_stage, **model)
-        without = {key: value for key, value in with_samples.items() if not key.startswith("sample_")}
+        without = {
+            key: value for key, value in with_samples.items() if not key.startswith("sample_")
+        }
         without["experiment_dir"] = None
         for sampled, plain in run_distributed(ranks, train_each, with_samples, without):
-            assert same_weights(sampled["weights"], plain["weights"]) and sampled["random"] == plain["random"]
+            assert (
+                same_weights(sampled["weights"], plain["weights"])
+                and sampled["random"] == plain["random"]
+            )
         found = lines(with_samples)
         assert [line["iteration"] for line in found] == [2, 4]
-        assert [[sample["prompt"] for sample in line["samples"]] for line in found] == [list(KEPT)] * 2
+        assert [[sample["prompt"] for sample in line["samples"]] for line in found] == [
+            list(KEPT)
+        ] * 2
         assert all(len(sample["tokens"]) == 9 for line in found for sample in line["samples"])
         texts.append([sample["tokens"] for line in found for sample in line["samples"]])
     assert texts[0] == texts[1] and texts[0][0] == texts[0][2]
-    assert len({token for tokens in texts[0] for token in tokens}) > 4, "texts of few tokens prove little"
+    assert len({token for tokens in texts[0] for token in tokens}) > 4, (
+        "texts of few tokens prove little"
+    )
 
 
 def test_a_resumed_run_appends_and_draws_repeat(tmp_path: Path) -> None:
-    """A run that was stopped and resumed writes the same lines as one that was not; equal prompts draw differently."""
-    whole = options(tmp_path / "whole", sample_temperature=1.0, sample_top_k=50, sample_top_p=0.9, hidden_dropout=0.0)
+    """A run that was stopped and resumed writes the same lines as one that was not; equal prompts
+    draw differently."""
+    whole = options(
+        tmp_path / "whole",
+        sample_temperature=1.0,
+        sample_top_k=50,
+        sample_top_p=0.9,
+        hidden_dropout=0.0,
+    )
     parts = whole | {"experiment_dir": str(tmp_path / "parts")}
     run_distributed(1, train_each, whole, parts | {"stop_interval": 2})
     run_distributed(1, train_each, parts)
@@ -164,7 +193,9 @@ def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
     assert model.passes == (len(KEPT) + 8 if written else 1)
 
 
-def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_samples_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A dry run shows the bytes that a cache takes per token."""
     from megatron_lite.planner.report import dry_run
 
@@ -172,14 +203,21 @@ def test_a_dry_run_says_what_samples_keep(tmp_path: Path, capsys: pytest.Capture
     assert dry_run(config, config, 1, (), (), prints=True) == 0
     cache = KeyValueCache(1, 1)
     like = torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
-    kept = [pair for block in range(config.model.num_layers) for pair in cache.of(str(block), like, None)]
+    kept = [
+        pair
+        for block in range(config.model.num_layers)
+        for pair in cache.of(str(block), like, None)
+    ]
     assert (
-        f"keep {sum(keys.nbytes + values.nbytes for keys, values in kept):,} bytes per token" in capsys.readouterr().out
+        f"keep {sum(keys.nbytes + values.nbytes for keys, values in kept):,} bytes per token"
+        in capsys.readouterr().out
     )
 
 
 def test_a_sample_that_does_not_fit_is_found_before_training(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a sample and its prompt must fit into sequence_length; write at most 23"):
+    with pytest.raises(
+        UsageError, match="a sample and its prompt must fit into sequence_length; write at most 23"
+    ):
         tiny_config(**options(tmp_path, sample_tokens=24))
 
 

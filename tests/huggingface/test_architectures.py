@@ -1,4 +1,5 @@
-"""config.json of seven architectures, read and written, against transformers' own configuration classes."""
+"""config.json of seven architectures, read and written, against transformers' own configuration
+classes."""
 
 import dataclasses
 import itertools
@@ -59,7 +60,8 @@ def family_values(family: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
-    """A key that a file leaves out means what transformers takes for it, tied embeddings and dropouts included."""
+    """A key that a file leaves out means what transformers takes for it, tied embeddings and
+    dropouts included."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(name)
@@ -68,13 +70,17 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
         if key in defaults:
             assert (defaults[key], type(defaults[key])) == (value, type(value)), key
         else:  # read by the model, if a file has it
-            assert (name, key, value) in (("qwen2", "head_dim", None), ("starcoder2", "head_dim", None))
+            assert (name, key, value) in (
+                ("qwen2", "head_dim", None),
+                ("starcoder2", "head_dim", None),
+            )
     assert model_values({"model_type": name}) == model_values(content_of(config))
 
 
 @families
 def test_both_layouts_mean_the_same(family: str) -> None:
-    """Files of transformers 4 and 5 with every key that either writes, and files without what is the default."""
+    """Files of transformers 4 and 5 with every key that either writes, and files without what is
+    the default."""
     config = make_config(family)
     values = model_values(content_of(config))
     assert model_values(as_version_4(content_of(config))) == values
@@ -83,10 +89,19 @@ def test_both_layouts_mean_the_same(family: str) -> None:
 
 @families
 def test_a_read_config_describes_the_model(family: str) -> None:
-    """Sizes, head counts, windows, biases, rotary parameters and dropouts, against the keys of the fixture."""
+    """Sizes, head counts, windows, biases, rotary parameters and dropouts, against the keys of the
+    fixture."""
     kind = FAMILIES[family]["model_type"]
-    attention, hidden = ("attn_pdrop", "resid_pdrop") if "gpt" in kind else ("attention_dropout", "residual_dropout")
-    dropouts = {attention: 0.25, hidden: 0.5} if "gpt" in kind or kind == "starcoder2" else {attention: 0.25}
+    attention, hidden = (
+        ("attn_pdrop", "resid_pdrop")
+        if "gpt" in kind
+        else ("attention_dropout", "residual_dropout")
+    )
+    dropouts = (
+        {attention: 0.25, hidden: 0.5}
+        if "gpt" in kind or kind == "starcoder2"
+        else {attention: 0.25}
+    )
     config, values = make_config(family, **dropouts), family_values(family, **dropouts)
     assert values["attention_dropout"] == 0.25
     expected = {
@@ -105,7 +120,11 @@ def test_a_read_config_describes_the_model(family: str) -> None:
     rope = getattr(config, "rope_parameters", None)
     if rope:
         expected |= {"rope_type": rope["rope_type"], "rotary_base": rope["rope_theta"]}
-        expected |= {f"rope_{key}": value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+        expected |= {
+            f"rope_{key}": value
+            for key, value in rope.items()
+            if key not in ("rope_type", "rope_theta")
+        }
     assert {option: values[option] for option in expected} == expected
 
 
@@ -124,7 +143,8 @@ def test_a_written_config_reads_back(family: str) -> None:
 
 @families
 def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
-    """Where two architectures express a model, the one without biases that are only zero, then the better known."""
+    """Where two architectures express a model, the one without biases that are only zero, then the
+    better known."""
     simpler = {"mistral, yarn, tied": "llama", "gpt_bigcode, multi-head, untied": "gpt2"}
     expected = simpler.get(family, FAMILIES[family]["model_type"])
     assert check_exportable(our_config(family).model) == expected
@@ -132,7 +152,8 @@ def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_configs_are_read(name: str) -> None:
-    """As transformers reads them: the same values out of the file and out of what transformers makes of it."""
+    """As transformers reads them: the same values out of the file and out of what transformers
+    makes of it."""
     from transformers import AutoConfig
 
     content = public_config(name)
@@ -142,7 +163,8 @@ def test_public_configs_are_read(name: str) -> None:
 
 
 def test_multi_query_in_numbers() -> None:
-    """A spot check without transformers; `tests/config/test_presets.py` compares the other public ones with presets."""
+    """A spot check without transformers; `tests/config/test_presets.py` compares the other public
+    ones with presets."""
     bigcode = model_values(json.loads(BIGCODE))
     assert (bigcode["head_groups"], bigcode["activation_type"]) == (1, "gelu_exact")
 
@@ -158,20 +180,47 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "mish"}, "activation 'mish' is not known; known: gelu_pytorch_tanh"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved is True; only False can be expressed"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; only None"),
-    ("llama", {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not known"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "factr": 2.0}}, "rope_parameters: factr is not known"),
-    ("llama", {"rope_parameters": 5}, "rope_parameters is 5; it must be an object or null"),
-    ("llama", {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta is 6.0, but 5.0"),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"quantization_config": {"bits": 4}},
+        "quantization_config is {'bits': 4}; only None",
+    ),
+    ("llama", {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type 'dynamic' is not known",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "factr": 2.0}},
+        "rope_parameters: factr is not known",
+    ),
+    ("llama", {"rope_parameters": 5}, "rope_parameters is 5; it must be an object or null"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0},
+        "rope_theta is 6.0, but 5.0",
+    ),
+    (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "default"},
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
         "contradict each other in rope_type: 'linear' and 'default'",
     ),
-    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "type and rope_type differ"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor is 0.5: must be >= 1"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+        "type and rope_type differ",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 0.5}},
+        "rope_factor is 0.5: must be >= 1",
+    ),
     ("mistral", {"sliding_window": 0}, "window_size is 0: must be >= 1"),
     ("mistral", {"attention_bias": True}, "attention_bias is True; only False can be expressed"),
     ("llama", {"sliding_window": 4096}, "sliding_window is 4096; only None can be expressed"),
@@ -181,7 +230,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; only False"),
     ("gpt2", {"n_embd": 96, "hidden_size": 192}, "hidden_size is 192, but n_embd is 96"),
     ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads is 4; multi_query makes it 1"),
-    ("gpt_bigcode", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not known"),
+    (
+        "gpt_bigcode",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx: True is not known",
+    ),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; only 'layer_norm'"),
     ("qwen2", {"use_mrope": True}, "use_mrope is True; only False"),
     (
@@ -189,14 +242,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"use_sliding_window": True, "max_window_layers": 28},
         "a window in 4 of 32 layers (use_sliding_window, sliding_window, max_window_layers, layer_types)",
     ),
-    ("qwen3", {"layer_types": ["full_attention"]}, "it must be sliding_attention or full_attention for each"),
-    ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "there is no window (use_sliding_window)"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention"]},
+        "it must be sliding_attention or full_attention for each",
+    ),
+    (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 32},
+        "there is no window (use_sliding_window)",
+    ),
     ("qwen3", {"layer_types": 7}, "layer_types 7"),
 ]
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
-def test_inexpressible_keys_are_refused_by_name(name: str, keys: dict[str, Any], message: str) -> None:
+def test_inexpressible_keys_are_refused_by_name(
+    name: str, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         model_values({"model_type": name, **keys})
     assert message in str(caught.value)
@@ -206,28 +269,60 @@ def test_inexpressible_keys_are_refused_by_name(name: str, keys: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["bert", None, 5, ["llama"]])
 def test_an_unknown_model_type(name: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"):
+    with pytest.raises(
+        CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"
+    ):
         model_values({"model_type": name})
 
 
 def test_second_names_of_keys() -> None:
-    """transformers reads the sizes of GPT-2 under the names that other architectures have for them, too."""
+    """transformers reads the sizes of GPT-2 under the names that other architectures have for them,
+    too."""
     from transformers import GPT2Config
 
-    sizes = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "max_position_embeddings": 77}
+    sizes = {
+        "hidden_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 77,
+    }
     values = model_values({"model_type": "gpt2", **sizes})
     assert values == model_values(content_of(GPT2Config(**sizes)))
-    assert (values["hidden_size"], values["num_layers"], values["max_position_embeddings"]) == (96, 5, 77)
+    assert (values["hidden_size"], values["num_layers"], values["max_position_embeddings"]) == (
+        96,
+        5,
+        77,
+    )
 
 
 @families
 def test_damaged_values_never_end_in_anything_but_a_checkpoint_error(family: str) -> None:
-    """Whatever stands behind a key, of the rotary parameters too: values, or one error that names the file."""
+    """Whatever stands behind a key, of the rotary parameters too: values, or one error that names
+    the file."""
     content = content_of(make_config(family))
-    odd: list[Any] = [None, True, -1, 0, 10**400, 0.5, -0.0, float("inf"), "", "x", [], [[]], {}, {"a": 1}, ["x"], [{}]]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        10**400,
+        0.5,
+        -0.0,
+        float("inf"),
+        "",
+        "x",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        ["x"],
+        [{}],
+    ]
     contents = [{**content, key: value} for key in content for value in odd]
     rope = content.get("rope_parameters") or {}
-    contents += [{**content, "rope_parameters": {**rope, key: value}} for key in rope for value in odd]
+    contents += [
+        {**content, "rope_parameters": {**rope, key: value}} for key in rope for value in odd
+    ]
     read = 0
     for damaged in contents:
         try:
@@ -242,7 +337,9 @@ def test_damaged_values_never_end_in_anything_but_a_checkpoint_error(family: str
 
 def test_every_problem_is_told() -> None:
     with pytest.raises(CheckpointError) as caught:
-        model_values({"model_type": "llama", "mystery": 3, "puzzle": None, "mlp_bias": "no", "vocab_size": 1})
+        model_values(
+            {"model_type": "llama", "mystery": 3, "puzzle": None, "mlp_bias": "no", "vocab_size": 1}
+        )
     lines = str(caught.value).removeprefix("config.json (llama): ").splitlines()
     wanted = ("mlp_bias is 'no'; it must be true or false", "mystery", "puzzle", "vocab_size is 1")
     assert tuple(line.split(": ")[0] for line in lines) == wanted
@@ -258,23 +355,41 @@ def test_every_problem_is_told() -> None:
             {"rope_mscale": None, "rope_mscale_all_dim": None, "rope_beta_fast": 32.0},
         ),
         (
-            {"rope_type": "yarn", "factor": 2, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.5},
-            {"rope_mscale": None, "rope_attention_factor": 1.5, "rope_factor": 2.0, "rope_truncate": True},
+            {
+                "rope_type": "yarn",
+                "factor": 2,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "attention_factor": 1.5,
+            },
+            {
+                "rope_mscale": None,
+                "rope_attention_factor": 1.5,
+                "rope_factor": 2.0,
+                "rope_truncate": True,
+            },
         ),
         (
             {"type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4},
             {"rope_original_max_position_embeddings": 2048, "rope_type": "llama3"},
         ),
-        ({"rope_type": "default", "partial_rotary_factor": 1.0}, {"rope_type": "default", "rotary_base": 10000.0}),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 1.0},
+            {"rope_type": "default", "rotary_base": 10000.0},
+        ),
         ({}, {"rope_type": "default", "rope_factor": None}),
     ],
 )
-def test_rotary_parameters_that_transformers_derives(rope: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_rotary_parameters_that_transformers_derives(
+    rope: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """Missing keys take transformers' defaults; parameters that it ignores are dropped."""
     for key in ("rope_scaling", "rope_parameters"):
         values = model_values({"model_type": "llama", key: rope})
         assert {option: values[option] for option in expected} == expected
-        assert not any(isinstance(value, int) for option, value in values.items() if option == "rope_factor")
+        assert not any(
+            isinstance(value, int) for option, value in values.items() if option == "rope_factor"
+        )
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -294,16 +409,22 @@ def test_nulls_and_keys_of_other_types_mean_what_they_mean_in_transformers() -> 
     keys = sorted(option.removeprefix("rope_") for option in ROPE_OPTIONS)
     sizes = dict(hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
     compared = 0
-    for (kind, needed), key, value in itertools.product(ROPES.items(), (*keys, "finetuned"), (None, 3.0)):
+    for (kind, needed), key, value in itertools.product(
+        ROPES.items(), (*keys, "finetuned"), (None, 3.0)
+    ):
         parameters = {"rope_type": kind, **needed, key: value}
         try:
             theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(parameters)))
             options = model_values({"model_type": "llama", **sizes, "rope_parameters": parameters})
         except Exception:  # of either
-            assert key in needed or "original" in key or (key, value) == ("truncate", 3.0), parameters
+            assert key in needed or "original" in key or (key, value) == ("truncate", 3.0), (
+                parameters
+            )
             continue
         model = resolved_model(options, "the file")
-        assert torch.equal(rotary_frequencies(model, 8, torch.device("cpu")), theirs.inv_freq), parameters
+        assert torch.equal(rotary_frequencies(model, 8, torch.device("cpu")), theirs.inv_freq), (
+            parameters
+        )
         assert attention_factor(model) == theirs.attention_scaling, parameters
         compared += 1
     assert compared > 70
@@ -323,7 +444,15 @@ def llama_model(**changes: Any) -> ModelConfig:
         ({"add_qkv_biases": True, "add_mlp_biases": True}, "llama"),
         ({"add_linear_biases": True, "add_qkv_biases": False}, "llama"),
         ({"qk_layernorm": True}, "qwen3"),
-        ({"qk_layernorm": True, "add_linear_biases": True, "add_qkv_biases": True, "window_size": 7}, "qwen3"),
+        (
+            {
+                "qk_layernorm": True,
+                "add_linear_biases": True,
+                "add_qkv_biases": True,
+                "window_size": 7,
+            },
+            "qwen3",
+        ),
         ({"rope_type": "yarn", "rope_factor": 4.0, "window_size": 7}, "mistral"),
         ({"zero_centered_normalization": True}, "llama"),
         ({"use_layer_norm_weight": False}, "llama"),
@@ -336,33 +465,69 @@ def test_the_architecture_of_options(changes: dict[str, Any], architecture: str)
 
 NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"hybrid_norm": True}, ["LlamaForCausalLM: --hybrid_norm=0 (not 1)\n"]),
-    ("llama", {"input_embedding_norm": True}, ["LlamaForCausalLM: --input_embedding_norm=0 (not 1)\n"]),
+    (
+        "llama",
+        {"input_embedding_norm": True},
+        ["LlamaForCausalLM: --input_embedding_norm=0 (not 1)\n"],
+    ),
     ("llama", {"logit_soft_cap": 30.0}, ["LlamaForCausalLM: --logit_soft_cap=0 (not 30)\n"]),
-    ("llama", {"rotary_percent": 0.5, "kv_channels": 8}, ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"]),
-    ("llama", {"scale_attn_by_inverse_layer_idx": True}, ["Llama", "--scale_attn_by_inverse_layer_idx=0 (not 1)\n"]),
-    ("llama", {"qk_layernorm": True, "add_mlp_biases": True}, ["Qwen3ForCausalLM: --add_mlp_biases=0 (not 1)\n"]),
+    (
+        "llama",
+        {"rotary_percent": 0.5, "kv_channels": 8},
+        ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"],
+    ),
+    (
+        "llama",
+        {"scale_attn_by_inverse_layer_idx": True},
+        ["Llama", "--scale_attn_by_inverse_layer_idx=0 (not 1)\n"],
+    ),
+    (
+        "llama",
+        {"qk_layernorm": True, "add_mlp_biases": True},
+        ["Qwen3ForCausalLM: --add_mlp_biases=0 (not 1)\n"],
+    ),
     (
         "llama",
         {"add_linear_biases": True, "window_size": 7},
-        ["LlamaForCausalLM: --window_size=none (not 7)\n", "MistralForCausalLM: --add_linear_biases=0 (not 1)"],
+        [
+            "LlamaForCausalLM: --window_size=none (not 7)\n",
+            "MistralForCausalLM: --add_linear_biases=0 (not 1)",
+        ],
     ),
     ("llama", {"use_position_embeddings": True}, ["--use_position_embeddings=0 (not 1)"]),
-    ("llama", {"normalization_type": "layer_norm"}, ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"]),
-    ("llama", {"gated": False}, ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"]),
+    (
+        "llama",
+        {"normalization_type": "layer_norm"},
+        ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"],
+    ),
+    (
+        "llama",
+        {"gated": False},
+        ["--gated=1 (not 0)", "--normalization_type=layer_norm (not rms_norm)"],
+    ),
     ("llama", {"use_rotary_embeddings": False}, ["--use_rotary_embeddings=1 (not 0)"]),
     (
         "llama",
         {"hidden_size": 31, "add_linear_biases": True},
-        ["a multiple of --num_attention_heads=5 as --hidden_size (not 31)", "--add_linear_biases=0 (not 1)"],
+        [
+            "a multiple of --num_attention_heads=5 as --hidden_size (not 31)",
+            "--add_linear_biases=0 (not 1)",
+        ],
     ),
     ("gpt2", {"num_attention_heads": 6, "head_groups": 2}, ["--head_groups=6 (not 2)"]),
-    ("gpt2", {"kv_channels": 10}, ["--kv_channels * --num_attention_heads=3 = --hidden_size=24 (not 10)"]),
+    (
+        "gpt2",
+        {"kv_channels": 10},
+        ["--kv_channels * --num_attention_heads=3 = --hidden_size=24 (not 10)"],
+    ),
     ("gpt2", {"window_size": 8}, ["--window_size=none (not 8)"]),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes", "flags"), NOTHING)
-def test_models_that_no_architecture_expresses(family: str, changes: dict[str, Any], flags: list[str]) -> None:
+def test_models_that_no_architecture_expresses(
+    family: str, changes: dict[str, Any], flags: list[str]
+) -> None:
     """The error says which flags each architecture would need, and the two other ways out."""
     with pytest.raises(UsageError) as caught:
         check_exportable(our_config(family, **changes).model)
@@ -386,10 +551,16 @@ def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
 
 @pytest.mark.parametrize("edit", [lambda c: c, as_version_4])
 def test_head_counts_that_a_file_leaves_to_transformers(edit: Callable[[Any], Any]) -> None:
-    """null means: as many key heads as query heads, heads that share the width, an MLP of four widths."""
-    values = model_values(edit({"model_type": "qwen2", "num_key_value_heads": None, "head_dim": None}))
+    """null means: as many key heads as query heads, heads that share the width, an MLP of four
+    widths."""
+    values = model_values(
+        edit({"model_type": "qwen2", "num_key_value_heads": None, "head_dim": None})
+    )
     assert (values["head_groups"], values["kv_channels"]) == (32, 128)
     assert model_values(edit({"model_type": "qwen3", "hidden_size": 1024}))["kv_channels"] == 128
     assert (
-        model_values(edit({"model_type": "gpt2", "n_embd": 24, "n_head": 3, "n_inner": None}))["ffn_hidden_size"] == 96
+        model_values(edit({"model_type": "gpt2", "n_embd": 24, "n_head": 3, "n_inner": None}))[
+            "ffn_hidden_size"
+        ]
+        == 96
     )

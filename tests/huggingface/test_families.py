@@ -1,6 +1,8 @@
-"""Every Hugging Face family, whole: a folder of transformers is imported, trained and exported, as a user would.
+"""Every Hugging Face family, whole: a folder of transformers is imported, trained and exported, as
+a user would.
 
-The oracle is a loop of transformers' own model, autograd, torch.optim.AdamW and clip_grad_norm_ on the same tokens.
+The oracle is a loop of transformers' own model, autograd, torch.optim.AdamW and clip_grad_norm_ on
+the same tokens.
 """
 
 import json
@@ -24,8 +26,9 @@ from tests.support.harness import run_distributed, train_whole
 
 ITERATIONS = 3
 LR = 1e-3
-# Adam divides a gradient by its own size: where one is zero but for rounding, float32 decides nothing. With these seeds
-# no element of these models has such a gradient: transformers in float32 and in float64 agree to 1e-6.
+# Adam divides a gradient by its own size: where one is zero but for rounding, float32 decides
+# nothing. With these seeds no element of these models has such a gradient: transformers in float32
+# and in float64 agree to 1e-6.
 SEEDS = {
     "llama, llama3 rope, tied, attention biases": 1,
     "llama, linear rope, MLP biases": 1,
@@ -103,7 +106,8 @@ def oracle(folder: Path, argv: list[str]) -> tuple[list[float], dict[str, Tensor
 
 
 def without_key_biases(name: str, value: Tensor, folder: Path) -> Tensor:
-    """Their exact gradient is zero: what is computed is rounding, and Adam divides it by its own size."""
+    """Their exact gradient is zero: what is computed is rounding, and Adam divides it by its own
+    size."""
     config = json.loads((folder / "config.json").read_text())
     if name.endswith("k_proj.bias"):
         return torch.zeros_like(value)
@@ -120,15 +124,18 @@ def without_key_biases(name: str, value: Tensor, folder: Path) -> Tensor:
     return value
 
 
-# By default the first of each architecture; texts of all of them are compared in tests/generation/test_cache.py.
+# By default the first of each architecture; texts of all of them are compared in
+# tests/generation/test_cache.py.
 FIRST = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES],
 )
 def test_training_equals_transformers(name: str, tmp_path: Path) -> None:
-    """Three updates from an imported folder: losses to 1e-6 relative, exported weights to 1e-5 absolute."""
+    """Three updates from an imported folder: losses to 1e-6 relative, exported weights to 1e-5
+    absolute."""
     folder = write_folder(name, tmp_path / "model")
     seed = f"--seed={SEEDS.get(name, 1234)}"
     ours = run_from(folder, tmp_path / "run", seed)
@@ -137,15 +144,21 @@ def test_training_equals_transformers(name: str, tmp_path: Path) -> None:
     exported = load_model(ours.export).state_dict()
     assert exported.keys() == weights.keys()
     for key, expected in weights.items():
-        found, expected = (without_key_biases(key, value, folder) for value in (exported[key], expected))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0, msg=lambda text, key=key: f"{key}: {text}")
+        found, expected = (
+            without_key_biases(key, value, folder) for value in (exported[key], expected)
+        )
+        torch.testing.assert_close(
+            found, expected, atol=1e-5, rtol=0.0, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_import_is_exported_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Nothing trained: transformers reloads the very tensors and the same architecture."""
     folder = write_folder(name, tmp_path / "model")
-    argv = [flag for flag in flags(folder, tmp_path / "run") if not flag.startswith("--train_iters")]
+    argv = [
+        flag for flag in flags(folder, tmp_path / "run") if not flag.startswith("--train_iters")
+    ]
     run_distributed(1, train, argv)
     original, exported = load_model(folder), load_model(tmp_path / "run" / "export" / "0")
     assert type(original) is type(exported)
@@ -157,9 +170,12 @@ def test_an_import_is_exported_bit_for_bit(name: str, tmp_path: Path) -> None:
 LAYOUTS = {"llama, llama3 rope, tied, attention biases": "fp32", "gpt2": "bf16", "qwen3": "bf16"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3")) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3")) for name in LAYOUTS]
+)
 def test_ranks_and_zero_stages_export_the_same(name: str, tmp_path: Path) -> None:
-    """Import, train, export on two ranks: the same files at ZeRO 1 and 3, and one rank's to rounding."""
+    """Import, train, export on two ranks: the same files at ZeRO 1 and 3, and one rank's to
+    rounding."""
     folder = write_folder(name, tmp_path / "model")
     dtype = f"--training_dtype={LAYOUTS[name]}"
     more = (dtype, "--export_dtype=fp32", "--export_shard_size=20KB", "--micro_batch_size=2")
@@ -174,12 +190,19 @@ def test_ranks_and_zero_stages_export_the_same(name: str, tmp_path: Path) -> Non
     tolerance = 1e-6 if LAYOUTS[name] == "fp32" else 1e-3
     np.testing.assert_allclose(alone.losses, first.losses, rtol=tolerance)
     weights, others = (
-        {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+        {
+            key: value
+            for file in sorted(folder.glob("*.safetensors"))
+            for key, value in load_file(file).items()
+        }
         for folder in (first.export, alone.export)
     )
     for key, value in weights.items():
-        # An update moves a weight by about the learning rate; a sign that rounding turns, by twice that.
+        # An update moves a weight by about the learning rate; a sign that rounding turns, by twice
+        # that.
         bound = 1e-5 if LAYOUTS[name] == "fp32" else 2 * ITERATIONS * LR
-        difference = without_key_biases(key, value, folder) - without_key_biases(key, others[key], folder)
+        difference = without_key_biases(key, value, folder) - without_key_biases(
+            key, others[key], folder
+        )
         assert difference.abs().max() < bound, key
         assert difference.abs().mean() < 0.1 * bound, key

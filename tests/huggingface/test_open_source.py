@@ -1,6 +1,8 @@
-"""Pretrained folders: every element lands where transformers has it, and a bad folder is refused by name.
+"""Pretrained folders: every element lands where transformers has it, and a bad folder is refused by
+name.
 
-The oracle is transformers: it makes the folders, and its own state dict says which values belong where.
+The oracle is transformers: it makes the folders, and its own state dict says which values belong
+where.
 """
 
 import json
@@ -21,13 +23,21 @@ from megatron_lite.tiles import Tile
 from tests.support.families import write_folder
 from tests.support.folder_checks import checked, expected, read_whole
 
-SOME = ("llama, llama3 rope, tied, attention biases", "gpt2", "gpt_bigcode, multi-head, untied", "starcoder2, window")
+SOME = (
+    "llama, llama3 rope, tied, attention biases",
+    "gpt2",
+    "gpt_bigcode, multi-head, untied",
+    "starcoder2, window",
+)
 FAST = "mistral, yarn, tied"
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any range of any parameter, read in chunks smaller than a matrix from several files, equals transformers'."""
+def test_every_slice_is_read_from_its_place(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any range of any parameter, read in chunks smaller than a matrix from several files, equals
+    transformers'."""
     folder = write_folder(name, tmp_path / "model", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     monkeypatch.setattr(files, "CHUNK_BYTES", 600)
@@ -35,7 +45,10 @@ def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypat
     generator = torch.Generator().manual_seed(0)
     for parameter, value in expected(folder, source, shapes).items():
         numel = value.numel()
-        for first, last in [(0, numel), *torch.randint(numel + 1, (4, 2), generator=generator).sort().values.tolist()]:
+        for first, last in [
+            (0, numel),
+            *torch.randint(numel + 1, (4, 2), generator=generator).sort().values.tolist(),
+        ]:
             target = torch.full((last - first,), float("nan"))
             source.read(parameter, Tile.run(first, last - first), target)
             assert torch.equal(target, value.flatten()[first:last]), (parameter, first, last)
@@ -45,7 +58,10 @@ def test_every_slice_is_read_from_its_place(name: str, tmp_path: Path, monkeypat
 def test_dtypes_of_files(dtype: torch.dtype, tmp_path: Path) -> None:
     """Files in other precisions are rounded once, to the dtype of the target."""
     folder = write_folder(FAST, tmp_path / "model")
-    tensors = {name: value.to(dtype) + 0.1 for name, value in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: value.to(dtype) + 0.1
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
     save_file(tensors, folder / "model.safetensors")
     source, shapes = checked(folder)
     target = torch.empty(shapes["embedding.word.weight"], dtype=torch.bfloat16)
@@ -54,14 +70,18 @@ def test_dtypes_of_files(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_real_files_may_hold_extra_tensors(tmp_path: Path) -> None:
-    """Names without the prefix, masks, rotary frequencies, the copy of a tied head, and symbolic links are accepted."""
+    """Names without the prefix, masks, rotary frequencies, the copy of a tied head, and symbolic
+    links are accepted."""
     folder = write_folder("gpt2", tmp_path / "model")
     source, shapes = checked(folder)
     before = read_whole(source, shapes)
     tensors = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8) for i in range(3)}
-    bare |= {"h.0.attn.masked_bias": torch.tensor(-1e4), "h.1.attn.rotary_emb.inv_freq": torch.ones(4)}
+    bare |= {
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+        "h.1.attn.rotary_emb.inv_freq": torch.ones(4),
+    }
     bare["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     (folder / "blobs").mkdir()
     save_file(bare, folder / "blobs" / "1")
@@ -73,7 +93,8 @@ def test_real_files_may_hold_extra_tensors(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor created while reading is larger than a chunk, whatever the size of the parameter."""
+    """No tensor created while reading is larger than a chunk, whatever the size of the
+    parameter."""
     folder = write_folder("gpt2", tmp_path / "model")
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     source, shapes = checked(folder)
@@ -85,14 +106,17 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         made.append(result.nbytes)
         return result
 
-    targets = {name: torch.zeros(shape, dtype=torch.float64).view(-1) for name, shape in shapes.items()}
+    targets = {
+        name: torch.zeros(shape, dtype=torch.float64).view(-1) for name, shape in shapes.items()
+    }
     monkeypatch.setattr(torch, "empty", counting)
     for name, target in targets.items():
         source.read(name, Tile.run(0, target.numel()), target)
     assert made and max(made) <= 1000
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
 def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -113,7 +137,9 @@ def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     header = json.loads(data[8 : 8 + length])
     changed = change(header)
     text = json.dumps(header if changed is None else changed).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + data[8 + length :]
+    )
 
 
 def header(**values: Any) -> Callable[[Path], None]:
@@ -127,10 +153,14 @@ def config(**values: Any) -> Callable[[Path], None]:
 
 
 def tensors(**values: Any) -> Callable[[Path], None]:
-    """Add or change tensors; "__" stands for "."; functions compute them from the word embedding."""
+    """Add or change tensors; "__" stands for "."; functions compute them from the word
+    embedding."""
     made = lambda value, found: value(found[WORDS]) if callable(value) else value  # noqa: E731
     return lambda folder: edit_tensors(
-        folder, lambda found: found.update({k.replace("__", "."): made(v, found) for k, v in values.items()})
+        folder,
+        lambda found: found.update(
+            {k.replace("__", "."): made(v, found) for k, v in values.items()}
+        ),
     )
 
 
@@ -168,7 +198,9 @@ def repeat(folder: Path) -> None:
     (length,) = struct.unpack("<Q", data[:8])
     entry = json.dumps({QUERY: json.loads(data[8 : 8 + length])[QUERY]})[1:-1].encode()
     text = data[8 : 8 + length].rstrip()[:-1] + b"," + entry + b"}"
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + data[8 + length :]
+    )
 
 
 def lone_pipe(folder: Path) -> None:
@@ -181,68 +213,143 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (lambda f: only(f, "config.json"), "neither model.safetensors nor"),
     "a pickle": (pickles, "safe_serialization=True"),
-    "a pickle alone": (lambda f: (only(f), (f / "model.pt").write_bytes(b"\x80")), "model.pt is a pickle"),
-    "another format": (lambda f: (only(f, "config.json"), (f / "a.gguf").touch()), "a.gguf is in an unsupported"),
-    "shards, no index": (lambda f: os.rename(f / "model.safetensors", f / SHARD), "no model.safetensors.index.json"),
+    "a pickle alone": (
+        lambda f: (only(f), (f / "model.pt").write_bytes(b"\x80")),
+        "model.pt is a pickle",
+    ),
+    "another format": (
+        lambda f: (only(f, "config.json"), (f / "a.gguf").touch()),
+        "a.gguf is in an unsupported",
+    ),
+    "shards, no index": (
+        lambda f: os.rename(f / "model.safetensors", f / SHARD),
+        "no model.safetensors.index.json",
+    ),
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload()"),
     "empty": (only, "the folder is empty"),
-    "cut off": (lambda f: os.truncate(f / "model.safetensors", 5000), "not a complete safetensors file of 5,000 bytes"),
-    "cut off in its header": (lambda f: os.truncate(f / "model.safetensors", 100), "of 100 bytes (Error while"),
+    "cut off": (
+        lambda f: os.truncate(f / "model.safetensors", 5000),
+        "not a complete safetensors file of 5,000 bytes",
+    ),
+    "cut off in its header": (
+        lambda f: os.truncate(f / "model.safetensors", 100),
+        "of 100 bytes (Error while",
+    ),
     "no bytes": (lambda f: os.truncate(f / "model.safetensors", 0), "header too small"),
     "longer": (lambda f: os.truncate(f / "model.safetensors", 10**6), "file not fully covered"),
-    "a link into nothing": (lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("x")), "No such"),
+    "a link into nothing": (
+        lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("x")),
+        "No such",
+    ),
     "a link to itself": (
-        lambda f: (only(f, "config.json"), (f / "model.safetensors").symlink_to("model.safetensors")),
+        lambda f: (
+            only(f, "config.json"),
+            (f / "model.safetensors").symlink_to("model.safetensors"),
+        ),
         "symbolic links",
     ),
     "a pipe": (lone_pipe, "not a regular file"),
-    "a folder for a file": (lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()), "regular file"),
+    "a folder for a file": (
+        lambda f: (only(f, "config.json"), (f / "model.safetensors").mkdir()),
+        "regular file",
+    ),
     "header is a list": (lambda f: edit_header(f, lambda h: [1]), "invalid type: sequence"),
     "header overlaps": (lambda f: edit_header(f, overlap), "invalid offset for tensor"),
     "header lies about a shape": (header(shape=[10**9, 10**9]), "overflow computing buffer size"),
     "header lies about a dtype": (header(dtype="F16"), "invalid shape"),
-    "header with a gap": (lambda f: edit_header(f, lambda h: h.pop(QUERY) and None), "invalid offset for tensor"),
+    "header with a gap": (
+        lambda f: edit_header(f, lambda h: h.pop(QUERY) and None),
+        "invalid offset for tensor",
+    ),
     "header repeats a name": (repeat, "(a repeated name)"),
     "header with a list for an entry": (
         lambda f: edit_header(
-            f, lambda h: h.update({QUERY: [h[QUERY][k] for k in ("dtype", "shape", "data_offsets")]})
+            f,
+            lambda h: h.update({QUERY: [h[QUERY][k] for k in ("dtype", "shape", "data_offsets")]}),
         ),
         "is malformed",
     ),
     "header with an object for a dtype": (header(dtype={"F32": None}), "is malformed"),
     "header with an unknown dtype": (header(dtype="X7"), "variant `X7`"),
     "header with negative offsets": (header(data_offsets=[-8, 0]), "invalid value: integer `-8`"),
-    "header with offsets that run back": (header(dtype="U8", data_offsets=[8, 0]), "invalid offset for tensor"),
+    "header with offsets that run back": (
+        header(dtype="U8", data_offsets=[8, 0]),
+        "invalid offset for tensor",
+    ),
     "header with a number for a dtype": (header(dtype=7), "invalid type: integer `7`"),
-    "wrong shape": (tensors(**{QUERY: torch.zeros(7, 7)}), "has shape [7, 7], the model needs [60, 30]"),
-    "wrong dtype": (tensors(**{QUERY: torch.zeros(60, 30).to(torch.int8)}), "quantized weights are not supported"),
+    "wrong shape": (
+        tensors(**{QUERY: torch.zeros(7, 7)}),
+        "has shape [7, 7], the model needs [60, 30]",
+    ),
+    "wrong dtype": (
+        tensors(**{QUERY: torch.zeros(60, 30).to(torch.int8)}),
+        "quantized weights are not supported",
+    ),
     "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(QUERY)), f"{QUERY} is missing"),
     "extra tensor": (tensors(model__extra=torch.ones(1)), "model.extra is not a tensor"),
     "a tensor with and without prefix": (tensors(norm__weight=torch.ones(30)), "is there twice"),
-    "a tied head that differs": (tensors(lm_head__weight=lambda t: t + 1), "although tie_word_embeddings"),
-    "a tied head of another shape": (tensors(lm_head__weight=lambda t: t[:3].clone()), "is not a copy"),
-    "missing shard": (lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"), "00002.safetensors: No such"),
-    "index points outside": (lambda f: index(f, lambda n: "../a.safetensors"), "not the name of a safetensors file"),
-    "index points to /etc": (lambda f: index(f, lambda n: "/etc/passwd"), "not the name of a safetensors file"),
-    "index names a pickle": (lambda f: index(f, lambda n: "pytorch_model.bin"), "not the name of a safetensors file"),
+    "a tied head that differs": (
+        tensors(lm_head__weight=lambda t: t + 1),
+        "although tie_word_embeddings",
+    ),
+    "a tied head of another shape": (
+        tensors(lm_head__weight=lambda t: t[:3].clone()),
+        "is not a copy",
+    ),
+    "missing shard": (
+        lambda f: index(f, lambda n: "model-00002-of-00002.safetensors"),
+        "00002.safetensors: No such",
+    ),
+    "index points outside": (
+        lambda f: index(f, lambda n: "../a.safetensors"),
+        "not the name of a safetensors file",
+    ),
+    "index points to /etc": (
+        lambda f: index(f, lambda n: "/etc/passwd"),
+        "not the name of a safetensors file",
+    ),
+    "index names a pickle": (
+        lambda f: index(f, lambda n: "pytorch_model.bin"),
+        "not the name of a safetensors file",
+    ),
     "index names a number": (lambda f: index(f, lambda n: 3), "not the name of a safetensors file"),  # type: ignore
     "index names an absent tensor": (
         lambda f: (
             index(f, lambda n: SHARD),
-            edit(f, "model.safetensors.index.json", lambda c: c["weight_map"].update(nothing=SHARD)),
+            edit(
+                f, "model.safetensors.index.json", lambda c: c["weight_map"].update(nothing=SHARD)
+            ),
         ),
         "'nothing' is not in it",
     ),
     "index without a map": (
-        lambda f: (index(f, lambda n: SHARD), (f / "model.safetensors.index.json").write_text("{}")),
+        lambda f: (
+            index(f, lambda n: SHARD),
+            (f / "model.safetensors.index.json").write_text("{}"),
+        ),
         "weight_map",
     ),
-    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json: not a JSON object"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable"),
-    "config is deep": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json: not readable"),
-    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x80"), "config.json: not readable"),
+    "config is a list": (
+        lambda f: (f / "config.json").write_text("[1]"),
+        "config.json: not a JSON object",
+    ),
+    "config is no JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json: not readable",
+    ),
+    "config is deep": (
+        lambda f: (f / "config.json").write_text("[" * 10**5),
+        "config.json: not readable",
+    ),
+    "config is binary": (
+        lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x80"),
+        "config.json: not readable",
+    ),
     "config is huge": (lambda f: os.truncate(f / "config.json", 2**33), "bytes, at most"),
-    "config repeats a key": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "a repeated name"),
+    "config repeats a key": (
+        lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'),
+        "a repeated name",
+    ),
     "unknown model_type": (config(model_type="rwkv"), "rwkv"),
     "no model_type": (config(model_type=None), "model_type"),
     "extra key": (config(secret_sauce=1), "secret_sauce"),
@@ -262,7 +369,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) -> None:
-    """Each is a CheckpointError of one line that begins with the folder, says what is wrong, and is not long."""
+    """Each is a CheckpointError of one line that begins with the folder, says what is wrong, and is
+    not long."""
     folder = tmp_path / "model"
     folder.mkdir()
     for path in good.iterdir():
@@ -285,14 +393,38 @@ def test_hostile_folders_end_in_one_line(name: str, good: Path, tmp_path: Path) 
         (lambda f: f.write_text("x"), None, "this is a file; give its folder"),
         (lambda f: f.mkdir(), None, "the folder is empty"),
         (lambda f: f.symlink_to("nowhere"), None, "No such file"),
-        (lambda f: (f / "runs").mkdir(parents=True) or (f / "checkpoints").mkdir(), None, "directory without"),
-        (lambda f: (f / "7").mkdir(parents=True) or (f / "7" / "config.json").touch(), None, "7: it holds neither"),
+        (
+            lambda f: (f / "runs").mkdir(parents=True) or (f / "checkpoints").mkdir(),
+            None,
+            "directory without",
+        ),
+        (
+            lambda f: (f / "7").mkdir(parents=True) or (f / "7" / "config.json").touch(),
+            None,
+            "7: it holds neither",
+        ),
         (lambda f: f.mkdir() or (f / "readme.md").touch(), None, "neither config.json"),
         (lambda f: (f / "snapshots").mkdir(parents=True), None, "give one of the folders in"),
-        (lambda f: f.mkdir() or (f / "manifest.json").touch(), "huggingface", "distributed weights, not huggingface"),
-        (lambda f: f.mkdir() or (f / "config.json").touch(), "distributed", "huggingface weights, not distributed"),
-        (lambda f: f.mkdir() or (f / "manifest.json").touch(), None, "usable checkpoint: manifest.json: not readable"),
-        (lambda f: (f / "3").mkdir(parents=True), None, "no usable checkpoint: manifest.json: No such file"),
+        (
+            lambda f: f.mkdir() or (f / "manifest.json").touch(),
+            "huggingface",
+            "distributed weights, not huggingface",
+        ),
+        (
+            lambda f: f.mkdir() or (f / "config.json").touch(),
+            "distributed",
+            "huggingface weights, not distributed",
+        ),
+        (
+            lambda f: f.mkdir() or (f / "manifest.json").touch(),
+            None,
+            "usable checkpoint: manifest.json: not readable",
+        ),
+        (
+            lambda f: (f / "3").mkdir(parents=True),
+            None,
+            "no usable checkpoint: manifest.json: No such file",
+        ),
     ],
 )
 def test_folders_without_a_model_are_refused(

@@ -76,12 +76,15 @@ def assert_same(found: Weights, expected: Weights) -> None:
 
 @families
 def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
-    """Bit for bit, with every tensor of theirs in exactly one parameter of ours, and every element in both once."""
+    """Bit for bit, with every tensor of theirs in exactly one parameter of ours, and every element
+    in both once."""
     model, architecture = our_config(family).model, FAMILIES[family]["model_type"]
     theirs = state_of(make_model(family), model)
     ours = to_ours(theirs, shapes_of(model), architecture, model)
     assert not any(bool(tensor.isnan().any()) for tensor in ours.values())
-    assert sum(tensor.numel() for tensor in ours.values()) == sum(tensor.numel() for tensor in theirs.values())
+    assert sum(tensor.numel() for tensor in ours.values()) == sum(
+        tensor.numel() for tensor in theirs.values()
+    )
     assert not list(constants(architecture, model))
     assert_same(to_theirs(ours, architecture, model), theirs)
     owners = [
@@ -106,16 +109,36 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
         12,
     ),
     "biases of q, k, v alone": ("llama", dict(add_qkv_biases=True), "qwen2", 0),
-    "biases of q, k, v and the MLP": ("llama", dict(add_qkv_biases=True, add_mlp_biases=True), "llama", 2),
+    "biases of q, k, v and the MLP": (
+        "llama",
+        dict(add_qkv_biases=True, add_mlp_biases=True),
+        "llama",
+        2,
+    ),
     "biases of the attention output alone": ("llama", dict(add_linear_biases=True), "llama", 6),
     "biases of q, k, v in a Qwen3": ("qwen3", dict(add_qkv_biases=True), "qwen3", 2),
-    "biases of a StarCoder2's MLP": ("starcoder2, yarn, untied, no biases", dict(add_mlp_biases=True), "starcoder2", 8),
+    "biases of a StarCoder2's MLP": (
+        "starcoder2, yarn, untied, no biases",
+        dict(add_mlp_biases=True),
+        "starcoder2",
+        8,
+    ),
     "multi-query with learned positions": ("gpt2", dict(head_groups=1), "gpt_bigcode", 0),
-    "a Qwen2 with a window and no biases": ("qwen2, window, tied", dict(add_qkv_biases=False), "mistral", 0),
+    "a Qwen2 with a window and no biases": (
+        "qwen2, window, tied",
+        dict(add_qkv_biases=False),
+        "mistral",
+        0,
+    ),
     "quick gelu": ("gpt2", dict(activation_type="quick_gelu"), "gpt2", 0),
     "tanh": ("gpt2", dict(activation_type="tanh"), "gpt2", 0),
     "relu": ("llama", dict(activation_type="relu"), "llama", 0),
-    "exact gelu and an untied head": ("gpt2", dict(activation_type="gelu_exact", tie_word_embeddings=False), "gpt2", 0),
+    "exact gelu and an untied head": (
+        "gpt2",
+        dict(activation_type="gelu_exact", tie_word_embeddings=False),
+        "gpt2",
+        0,
+    ),
     "squared relu": ("gpt2", dict(activation_type="squared_relu"), "gpt2", 0),
     "identity and wide heads": (
         "starcoder2, window",
@@ -123,7 +146,12 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
         "starcoder2",
         0,
     ),
-    "a window of one": ("mistral, window", dict(window_size=1, tie_word_embeddings=True), "mistral", 0),
+    "a window of one": (
+        "mistral, window",
+        dict(window_size=1, tie_word_embeddings=True),
+        "mistral",
+        0,
+    ),
     "heads that do not divide the width": (
         "mistral, window",
         dict(hidden_size=22, num_attention_heads=3, head_groups=3, kv_channels=8),
@@ -131,13 +159,19 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
         0,
     ),
     "a padded vocabulary": ("llama", dict(make_vocab_size_divisible_by=64), "llama", 0),
-    "every dropout": ("gpt2", dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3), "gpt2", 0),
+    "every dropout": (
+        "gpt2",
+        dict(hidden_dropout=0.1, attention_dropout=0.2, embedding_dropout=0.3),
+        "gpt2",
+        0,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EXPORTED)
 def test_exported_models_compute_the_same_logits(case: str) -> None:
-    """Return a transformers model with our config.json and our weights, mapped by the table and the constants."""
+    """Return a transformers model with our config.json and our weights, mapped by the table and the
+    constants."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, changes, architecture, num_constants = EXPORTED[case]
@@ -145,9 +179,14 @@ def test_exported_models_compute_the_same_logits(case: str) -> None:
     model = config.model
     assert check_exportable(model) == architecture
     generator = torch.Generator().manual_seed(3)
-    weights = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes_of(model).items()}
+    weights = {
+        name: 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in shapes_of(model).items()
+    }
     content = hugging_face_config(config, {})
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**content), attn_implementation="eager"
+    ).eval()
     assert len(list(constants(architecture, model))) == num_constants
     state = to_theirs(weights, architecture, model)
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
@@ -155,19 +194,26 @@ def test_exported_models_compute_the_same_logits(case: str) -> None:
     }
     theirs.load_state_dict(state, strict=not model.tie_word_embeddings)
     tokens = random_tokens()
-    torch.testing.assert_close(logits_of(theirs, tokens), our_logits(model, weights, tokens), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits_of(theirs, tokens), our_logits(model, weights, tokens), atol=1e-5, rtol=0
+    )
 
 
 def test_names_in_files() -> None:
     """Files of models without a head, buffers of older versions, and heads that are tied."""
     gpt2, llama = our_config("gpt2").model, our_config("llama").model
-    assert known_name("h.0.attn.c_attn.weight", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.weight"
+    assert (
+        known_name("h.0.attn.c_attn.weight", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.weight"
+    )
     assert known_name("transformer.wte.weight", "gpt2", gpt2) == "transformer.wte.weight"
     assert known_name("h.0.attn.bias", "gpt2", gpt2) is None
     assert known_name("h.0.attn.c_attn.bias", "gpt2", gpt2) == "transformer.h.0.attn.c_attn.bias"
     assert known_name("lm_head.weight", "gpt2", gpt2) is None
     assert known_name("lm_head.weight", "llama", llama) == "lm_head.weight"
-    assert known_name("layers.1.mlp.up_proj.weight", "llama", llama) == "model.layers.1.mlp.up_proj.weight"
+    assert (
+        known_name("layers.1.mlp.up_proj.weight", "llama", llama)
+        == "model.layers.1.mlp.up_proj.weight"
+    )
     assert known_name("model.layers.0.self_attn.rotary_emb.inv_freq", "llama", llama) is None
 
 

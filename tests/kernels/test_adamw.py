@@ -1,4 +1,5 @@
-"""AdamW on a flat shard, in one pass and in two, against the formula in fp64, in every form of the weights.
+"""AdamW on a flat shard, in one pass and in two, against the formula in fp64, in every form of the
+weights.
 
 Dropped updates change no bit.
 """
@@ -31,7 +32,11 @@ from tests.support.kernel_checks import covering
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Ranges shorter and longer than the kernel's block, none a multiple of it.
-ROWS = (Range(0, 64, 1.0, 0.0), Range(64, BLOCK + 256, 0.5, 1.0), Range(BLOCK + 256, 3 * BLOCK + 64, 2.0, 1.0))
+ROWS = (
+    Range(0, 64, 1.0, 0.0),
+    Range(64, BLOCK + 256, 0.5, 1.0),
+    Range(BLOCK + 256, 3 * BLOCK + 64, 2.0, 1.0),
+)
 NUMEL = ROWS[-1].end
 NUMBERS = Hyperparameters(beta1=0.9, beta2=0.95, eps=1e-8)
 RATE, DECAY = 0.02, 0.1
@@ -71,7 +76,10 @@ def make_shard(form: str, gradient_dtype: torch.dtype, numel: int = NUMEL) -> Sh
         rounded = inside(weights.to(torch.bfloat16 if form == "bf16 in place" else torch.float16))
     master = None if form == "split" else inside(weights)
     return Shard(
-        WeightShard(master, rounded, remainder), inside(zeros.to(gradient_dtype)), inside(zeros), inside(zeros)
+        WeightShard(master, rounded, remainder),
+        inside(zeros.to(gradient_dtype)),
+        inside(zeros),
+        inside(zeros),
     )
 
 
@@ -96,7 +104,9 @@ def control_of(
     return Control(StepNumbers(rate, decay, *scalars), numbers)
 
 
-def update(shard: Shard, gradient: Tensor, control: Control, triton: bool, rows: Sequence[Range] = ROWS) -> None:
+def update(
+    shard: Shard, gradient: Tensor, control: Control, triton: bool, rows: Sequence[Range] = ROWS
+) -> None:
     shard.gradient.copy_(gradient)
     adamw(shard, Ranges(rows, DEVICE), control, triton)
 
@@ -109,8 +119,11 @@ class Exact:
         self.m = torch.zeros(NUMEL).double()
         self.v = torch.zeros(NUMEL).double()
 
-    def update(self, gradient: Tensor, divisor: float, control: Control, factors: Sequence[float]) -> list[float]:
-        """Update, and return the sum of squares of the step in each range, before factors and learning rates."""
+    def update(
+        self, gradient: Tensor, divisor: float, control: Control, factors: Sequence[float]
+    ) -> list[float]:
+        """Update, and return the sum of squares of the step in each range, before factors and
+        learning rates."""
         numbers = control.numbers
         step = control.step
         updates = int(control.step.updates)
@@ -124,7 +137,10 @@ class Exact:
             m = beta * self.m / (1 - beta ** (updates + 1)) + (1 - beta) * g / (1 - beta**updates)
         for (start, end, lr_scale, decay_scale, *_), factor in zip(ROWS, factors, strict=True):
             rate, own = step.learning_rate * lr_scale, slice(start, end)
-            u = m[own] / (v[own].sqrt() + numbers.eps) + step.weight_decay * decay_scale * self.weights[own]
+            u = (
+                m[own] / (v[own].sqrt() + numbers.eps)
+                + step.weight_decay * decay_scale * self.weights[own]
+            )
             self.weights[own] -= rate * factor * u
             squares.append(float(u.square().sum()))
         return squares
@@ -134,23 +150,35 @@ def bits(shard: Shard) -> list[bytes]:
     return [t.cpu().view(torch.int16).numpy().tobytes() for t in (*forms_of(shard), *shard[2:])]
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
-@pytest.mark.parametrize(("form", "dtype", "nesterov", "triton"), covering(FORMS, GRADIENTS, [False, True], TRITON))
-def test_several_updates_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
-    """Scaled and clipped gradients, changing learning rates, three ranges; rounded weights equal the master.
+@pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value):RuntimeWarning"
+)  # in the dropped update
+@pytest.mark.parametrize(
+    ("form", "dtype", "nesterov", "triton"), covering(FORMS, GRADIENTS, [False, True], TRITON)
+)
+def test_several_updates_equal_the_formula(
+    form: str, dtype: torch.dtype, nesterov: bool, triton: bool
+) -> None:
+    """Scaled and clipped gradients, changing learning rates, three ranges; rounded weights equal
+    the master.
 
     Updates with infinite and NaN gradients are dropped in between and change no bit.
     """
     compare(form, dtype, nesterov, triton, passes=1)
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in the dropped update
+@pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value):RuntimeWarning"
+)  # in the dropped update
 @pytest.mark.parametrize(
     ("form", "dtype", "nesterov", "triton"),
     covering(["master alone", "bf16 in place", "split"], GRADIENTS[:2], [False, True], TRITON),
 )
-def test_updates_in_two_passes_equal_the_formula(form: str, dtype: torch.dtype, nesterov: bool, triton: bool) -> None:
-    """The same with factors on the updates; sums of squares are exact, and zero for a dropped update."""
+def test_updates_in_two_passes_equal_the_formula(
+    form: str, dtype: torch.dtype, nesterov: bool, triton: bool
+) -> None:
+    """The same with factors on the updates; sums of squares are exact, and zero for a dropped
+    update."""
     compare(form, dtype, nesterov, triton, passes=2)
 
 
@@ -173,7 +201,9 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
     def drop(updates: int) -> None:
         before, poison = bits(shard), torch.full((NUMEL,), torch.inf)
         poison[::2] = torch.nan
-        assert not any(update(poison, control_of(torch.nan, updates, skipped=True, numbers=numbers)))
+        assert not any(
+            update(poison, control_of(torch.nan, updates, skipped=True, numbers=numbers))
+        )
         assert bits(shard) == before, "a dropped update changed something"
 
     numbers = Hyperparameters(0.9, 0.95, 1e-8, nesterov)
@@ -195,7 +225,9 @@ def compare(form: str, dtype: torch.dtype, nesterov: bool, triton: bool, passes:
         assert (around(tensor) == MARK).all(), "memory around the shard changed"
 
 
-@pytest.mark.parametrize(("dtype", "triton"), list(zip(GRADIENTS, (True, False, True), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "triton"), list(zip(GRADIENTS, (True, False, True), strict=True)), ids=str
+)
 def test_split_weights_equal_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton: bool) -> None:
     plain, halves = make_shard("master alone", dtype), make_shard("split", dtype)
     for updates in (1, 2, 3):
@@ -208,11 +240,13 @@ def test_split_weights_equal_unsplit_ones_bit_for_bit(dtype: torch.dtype, triton
 
 @pytest.mark.parametrize("count", [1, 2, 6, 19])
 def test_any_number_of_ranges(count: int) -> None:
-    """Compare the kernels' table with the reference's loop, in one pass and two, with ranges shorter than a block."""
+    """Compare the kernels' table with the reference's loop, in one pass and two, with ranges
+    shorter than a block."""
     borders = [0, 64, 128, BLOCK + 128, BLOCK + 192, *range(2 * BLOCK + 192, NUMEL, ALIGNMENT)]
     starts = [0, *borders[1:count]]
     rows = [
-        Range(a, b, 1.0 + i, float(i % 2)) for i, (a, b) in enumerate(zip(starts, [*starts[1:], NUMEL], strict=True))
+        Range(a, b, 1.0 + i, float(i % 2))
+        for i, (a, b) in enumerate(zip(starts, [*starts[1:], NUMEL], strict=True))
     ]
     reference, kernel = (make_shard("bf16 in place", torch.float32) for _ in range(2))
     update(reference, draw(1), control_of(3.0, 1), False, rows)
@@ -226,7 +260,9 @@ def test_any_number_of_ranges(count: int) -> None:
     for shard in (reference, kernel):
         shard.gradient.copy_(draw(2))
     sums = adamw_moments(reference, ranges, control_of(3.0, 2))
-    assert torch.allclose(adamw_moments(kernel, ranges, control_of(3.0, 2), triton=True), sums, rtol=1e-6)
+    assert torch.allclose(
+        adamw_moments(kernel, ranges, control_of(3.0, 2), triton=True), sums, rtol=1e-6
+    )
     adamw_weights(reference, ranges, factors, control_of(3.0, 2))
     adamw_weights(kernel, ranges, factors, control_of(3.0, 2), triton=True)
     assert torch.allclose(master_of(reference), master_of(kernel), rtol=1e-6, atol=1e-5)
@@ -235,18 +271,29 @@ def test_any_number_of_ranges(count: int) -> None:
 
 @pytest.mark.parametrize("triton", [False, True])
 def test_sums_do_not_depend_on_the_place_of_a_range(triton: bool) -> None:
-    """A range in a shard of its own and the same range between others have the same sum, bit for bit."""
-    rows = [Range(0, 64, 1.0, 1.0), Range(64, 64 + BLOCK + 128, 1.0, 1.0), Range(64 + BLOCK + 128, NUMEL, 1.0, 1.0)]
+    """A range in a shard of its own and the same range between others have the same sum, bit for
+    bit."""
+    rows = [
+        Range(0, 64, 1.0, 1.0),
+        Range(64, 64 + BLOCK + 128, 1.0, 1.0),
+        Range(64 + BLOCK + 128, NUMEL, 1.0, 1.0),
+    ]
     whole = make_shard("master alone", torch.float32)
     whole.gradient.copy_(draw(1))
     own = slice(rows[1].start, rows[1].end)
-    alone = Shard(WeightShard(master_of(whole)[own].clone()), *(tensor[own].clone() for tensor in whole[1:]))
+    alone = Shard(
+        WeightShard(master_of(whole)[own].clone()), *(tensor[own].clone() for tensor in whole[1:])
+    )
     sums = adamw_moments(whole, Ranges(rows, DEVICE), control_of(3.0, 1), triton)
-    again = adamw_moments(alone, Ranges([Range(0, BLOCK + 128, 1.0, 1.0)], DEVICE), control_of(3.0, 1), triton)
+    again = adamw_moments(
+        alone, Ranges([Range(0, BLOCK + 128, 1.0, 1.0)], DEVICE), control_of(3.0, 1), triton
+    )
     assert torch.equal(sums[1:2], again) and float(again) > 0.0
 
 
-@pytest.mark.parametrize(("form", "triton"), list(zip(FORMS, (False, True, False, True), strict=True)))
+@pytest.mark.parametrize(
+    ("form", "triton"), list(zip(FORMS, (False, True, False, True), strict=True))
+)
 def test_tiny_and_huge_gradients(form: str, triton: bool) -> None:
     """Finite gradients keep weights and moments finite; zeros (padding) stay zero."""
     shard = make_shard(form, torch.float32)
@@ -305,7 +352,9 @@ def test_the_kernel_allocates_nothing(form: str, dtype: torch.dtype) -> None:
     launches.__getitem__.assert_called_once_with((5,))
     pointers, *_ = launches[(5,)].call_args.args
     given = {tensor.data_ptr() for tensor in pointers[:6] if tensor is not None}
-    assert given == {tensor.data_ptr() for tensor in (*forms_of(shard), *shard[1:])}, "the kernel gets copies"
+    assert given == {tensor.data_ptr() for tensor in (*forms_of(shard), *shard[1:])}, (
+        "the kernel gets copies"
+    )
     with NewMemory() as memory:
         adamw(shard, ranges, control)
     assert (memory.bytes > 0) == (form == "split" or dtype != torch.float32)

@@ -1,4 +1,5 @@
-"""Cross-entropy and the fused head against float64 through autograd, by the Triton kernel and by the torch reference.
+"""Cross-entropy and the fused head against float64 through autograd, by the Triton kernel and by
+the torch reference.
 
 Runs on a GPU if there is one, else on the CPU in Triton's interpreter.
 """
@@ -63,9 +64,12 @@ def exact_loss(logits: Tensor, labels: Tensor, z_loss: float, soft_cap: float = 
 
 
 def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
-    """Return a parameter with zeros behind it and its gradient, as in a stage, and NaN behind the zeros."""
+    """Return a parameter with zeros behind it and its gradient, as in a stage, and NaN behind the
+    zeros."""
     v, h = values.shape
-    memory = functional.pad(functional.pad(values, (0, 0, 0, padding_rows)), (0, 0, 0, 3), value=torch.nan)
+    memory = functional.pad(
+        functional.pad(values, (0, 0, 0, padding_rows)), (0, 0, 0, 3), value=torch.nan
+    )
     made = cast(Parameter, Parameter(memory[:v]))
     made.main_grad = torch.full(memory.shape, torch.nan, device=DEVICE)[:v]
     made.gradient_is_empty = True
@@ -75,7 +79,9 @@ def make_padded_parameter(values: Tensor, padding_rows: int) -> Parameter:
 
 def close(ours: Tensor | None, exact: Tensor | None, tolerance: float) -> None:
     assert ours is not None and exact is not None and ours.shape == exact.shape
-    assert float((ours.detach().double() - exact.detach()).abs().max()) <= tolerance * float(exact.detach().abs().max())
+    assert float((ours.detach().double() - exact.detach()).abs().max()) <= tolerance * float(
+        exact.detach().abs().max()
+    )
 
 
 def scale() -> Tensor:
@@ -115,10 +121,11 @@ SIZES = [
 
 @pytest.mark.parametrize(("size", "dtype", "triton"), covering(SIZES, DTYPES, IMPLEMENTATIONS))
 def test_head_against_float64(size: tuple[Any, ...], dtype: torch.dtype, triton: bool) -> None:
-    """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do not divide.
+    """Check loss and both gradients, with masked labels, odd sizes, and chunks and blocks that do
+    not divide.
 
-    Logits lie far within a soft cap and far beyond it; the z-loss takes the capped ones. An evaluation computes the
-    same bits and no gradient.
+    Logits lie far within a soft cap and far beyond it; the z-loss takes the capped ones. An
+    evaluation computes the same bits and no gradient.
     """
     t, h, v, chunk, block, z_loss, cap = size
     spread = 2 if cap else 1
@@ -144,13 +151,18 @@ def test_head_against_float64(size: tuple[Any, ...], dtype: torch.dtype, triton:
 @implementations
 def test_soft_cap_of_extreme_logits(triton: bool) -> None:
     """Infinities become the cap, NaN stays NaN, and sampling sees the same logits."""
-    logits = torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0, 1e-3, 0.29, 0.31]], device=DEVICE) * 30
+    logits = (
+        torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30, 0.0, 1e-3, 0.29, 0.31]], device=DEVICE)
+        * 30
+    )
     labels = torch.tensor([4], device=DEVICE)
     exact = exact_loss(logits.double(), labels, 0.1, 30.0)
     sums, grad = Sums.empty(1, DEVICE), logits.clone()
     sweep(grad, labels, sums, scale(), 0.1, soft_cap=30.0, triton=triton)
     close(sums.loss(labels, 0.1), exact, 1e-6)
-    assert bool(grad.isfinite().all()) and not bool(grad[0, :4].any()), "a logit far beyond the cap gets no gradient"
+    assert bool(grad.isfinite().all()) and not bool(grad[0, :4].any()), (
+        "a logit far beyond the cap gets no gradient"
+    )
     close(capped(logits, 30.0), 30 * (logits.double() / 30).tanh(), 1e-6)
     assert capped(logits, 0.0) is logits
     broken = torch.tensor([[torch.nan, 1.0]], device=DEVICE)
@@ -161,12 +173,18 @@ def test_soft_cap_of_extreme_logits(triton: bool) -> None:
 @implementations
 @pytest.mark.parametrize(
     ("block", "padding_rows", "dtype"),
-    [(None, 1, torch.bfloat16), (None, 200, torch.float32), (5, 1, torch.float32), (5, 20, torch.bfloat16)],
+    [
+        (None, 1, torch.bfloat16),
+        (None, 200, torch.float32),
+        (5, 1, torch.float32),
+        (5, 20, torch.bfloat16),
+    ],
 )
 def test_rows_of_zeros_behind_the_weight_change_nothing(
     block: int | None, padding_rows: int, dtype: torch.dtype, triton: bool
 ) -> None:
-    """Loss, z-loss and gradients do not change, and the rows get zero gradients. A second backward pass adds."""
+    """Loss, z-loss and gradients do not change, and the rows get zero gradients. A second backward
+    pass adds."""
     t = 5
     h = 6
     v = 13
@@ -178,10 +196,16 @@ def test_rows_of_zeros_behind_the_weight_change_nothing(
     ours, parameter = hidden.clone().requires_grad_(), make_padded_parameter(weight, padding_rows)
     for times in (1, 2):
         ours.grad = None
-        found = linear_cross_entropy(ours, parameter, labels, scale(), 3, block, padding_rows=padding_rows, **options)
+        found = linear_cross_entropy(
+            ours, parameter, labels, scale(), 3, block, padding_rows=padding_rows, **options
+        )
         found.backward()
         close(found, loss, 1e-6)
-        close(ours.grad, cast(Tensor, grad_hidden).double(), 1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+        close(
+            ours.grad,
+            cast(Tensor, grad_hidden).double(),
+            1e-5 if dtype == torch.float32 else TOLERANCE[dtype],
+        )
         exact = times * cast(Tensor, grad_weight).double()
         close(parameter.main_grad, exact, 1e-5 if dtype == torch.float32 else TOLERANCE[dtype])
         assert not bool(padded(parameter.main_grad, padding_rows)[v:].any())
@@ -195,14 +219,19 @@ def test_frozen_sides_leave_the_other_gradient_as_it_is(block: int | None, trito
     for trained in ((True, False), (False, True), (False, False)):
         partly = run(*sizes, 3, block, triton=triton, trained=trained)
         assert torch.equal(partly[0], loss)
-        for grad, whole, needed in zip(partly[1:], (grad_hidden, grad_weight), trained, strict=True):
-            assert grad is None if not needed else torch.equal(cast(Tensor, grad), cast(Tensor, whole))
+        for grad, whole, needed in zip(
+            partly[1:], (grad_hidden, grad_weight), trained, strict=True
+        ):
+            assert (
+                grad is None if not needed else torch.equal(cast(Tensor, grad), cast(Tensor, whole))
+            )
 
 
 @implementations
 @pytest.mark.parametrize("block", [None, 9])
 def test_masked_tokens_change_nothing(block: int | None, triton: bool) -> None:
-    """If all are masked, loss and gradients are exactly zero; if some are, the result is that of the others."""
+    """If all are masked, loss and gradients are exactly zero; if some are, the result is that of
+    the others."""
     hidden, weight = randn(6, 6), randn(17, 6)
     none = torch.full((6,), -1, device=DEVICE)
     for result in run(hidden, weight, none, 4, block, 0.1, triton):
@@ -220,7 +249,8 @@ def test_masked_tokens_change_nothing(block: int | None, triton: bool) -> None:
 def sweep_blocks(
     logits: Tensor, labels: Tensor, z_loss: float, triton: bool, block: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient of logits, in blocks as the head visits them, with garbage behind every block."""
+    """Return loss and gradient of logits, in blocks as the head visits them, with garbage behind
+    every block."""
     t, v = logits.shape
     size, sums = block or v, Sums.empty(t, logits.device)
     padded = [functional.pad(part, (0, 5), value=torch.nan) for part in logits.split(size, dim=1)]
@@ -232,11 +262,22 @@ def sweep_blocks(
         sweep(begun, labels, sums, factor, columns=part.shape[1] - 5, start=start, **options)
     if block:
         for part, start in zip(padded, starts, strict=True):
-            sweep(part, labels, sums, scale(), columns=part.shape[1] - 5, start=start, accumulate=False, **options)
+            sweep(
+                part,
+                labels,
+                sums,
+                scale(),
+                columns=part.shape[1] - 5,
+                start=start,
+                accumulate=False,
+                **options,
+            )
     return sums.loss(labels, z_loss), torch.cat([part[:, :-5] for part in padded], dim=1)
 
 
-def check_sweep(logits: Tensor, labels: Tensor, triton: bool, block: int | None, tolerance: float) -> None:
+def check_sweep(
+    logits: Tensor, labels: Tensor, triton: bool, block: int | None, tolerance: float
+) -> None:
     exact = logits.double().requires_grad_()
     loss = exact_loss(exact, labels, 1e-4)
     (loss * SCALE).backward()
@@ -244,13 +285,16 @@ def check_sweep(logits: Tensor, labels: Tensor, triton: bool, block: int | None,
     assert grad.dtype == logits.dtype
     close(ours, loss, tolerance)
     close(grad, exact.grad, tolerance)
-    assert torch.equal(sweep_blocks(logits, labels, 1e-4, triton, block)[1], grad), "other bits the second time"
+    assert torch.equal(sweep_blocks(logits, labels, 1e-4, triton, block)[1], grad), (
+        "other bits the second time"
+    )
 
 
 @implementations
 @pytest.mark.parametrize("block", [None, 100])
 def test_extreme_logits(block: int | None, triton: bool) -> None:
-    """Nothing overflows: logits thousands apart, minus infinity for entries and for whole blocks, all equal."""
+    """Nothing overflows: logits thousands apart, minus infinity for entries and for whole blocks,
+    all equal."""
     logits = randn(8, 300)
     logits[0] *= 1e4
     logits[1] += 1e4
@@ -302,23 +346,32 @@ def test_reference_in_more_than_one_part() -> None:
 
 
 def test_blocks_cost_no_precision() -> None:
-    """The bf16 hidden gradient of fifty blocks is as accurate as that of one product over the whole vocabulary."""
+    """The bf16 hidden gradient of fifty blocks is as accurate as that of one product over the whole
+    vocabulary."""
     hidden = randn(16, 32).bfloat16()
     weight = randn(3200, 32).bfloat16()
     labels = some_labels(16, 3200)
     exact = hidden.double().requires_grad_()
     (exact_loss(exact @ weight.double().t(), labels, 0.0) * SCALE).backward()
     whole, cut = (run(hidden, weight, labels, 16, block)[1] for block in (None, 64))
-    errors = [float((cast(Tensor, grad).double() - cast(Tensor, exact.grad)).norm()) for grad in (whole, cut)]
+    errors = [
+        float((cast(Tensor, grad).double() - cast(Tensor, exact.grad)).norm())
+        for grad in (whole, cut)
+    ]
     assert errors[1] < 1.2 * errors[0]
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what CPU operations allocate; see the test below")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="counts what CPU operations allocate; see the test below"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [None, 1024])
 @pytest.mark.parametrize("trains", [True, False])
-def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int | None, dtype: torch.dtype) -> None:
-    """Logits live in the training dtype, plus an fp32 copy of what the reference works on at a time."""
+def test_no_more_logits_live_than_a_chunk_and_a_block(
+    trains: bool, block: int | None, dtype: torch.dtype
+) -> None:
+    """Logits live in the training dtype, plus an fp32 copy of what the reference works on at a
+    time."""
     t = 512
     h = 4
     v = 8192
@@ -329,10 +382,18 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(trains: bool, block: int |
     rows, columns = held_logits(t, v, chunk, block)
     assert (rows, columns) == (chunk, block or v)
     copied = min(REFERENCE_ELEMENTS["cpu"], rows * columns) * 4 if dtype != torch.float32 else 0
-    gradients = t * h * dtype.itemsize + chunk * h * 4 + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
-    vectors = t * (2 * 4 + 4 * 8) + chunk * 64  # sums, their loss in fp64, and a few vectors of the chunk
+    gradients = (
+        t * h * dtype.itemsize
+        + chunk * h * 4
+        + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
+    )
+    vectors = (
+        t * (2 * 4 + 4 * 8) + chunk * 64
+    )  # sums, their loss in fp64, and a few vectors of the chunk
     with products_in_fp32(False), PeakMeter() as meter:
-        loss = linear_cross_entropy(hidden, parameter, labels, scale() if trains else None, chunk, block)
+        loss = linear_cross_entropy(
+            hidden, parameter, labels, scale() if trains else None, chunk, block
+        )
     held = rows * columns * dtype.itemsize
     assert held <= meter.peak <= held + copied + gradients + vectors
     del loss
@@ -349,7 +410,9 @@ def test_memory_on_a_gpu(block: int | None) -> None:
     hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
     parameter = empty_gradient(randn(v, h).bfloat16())
     chunk = chunk_tokens(None, t, DEVICE, 2)
-    linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)  # libraries' workspaces
+    linear_cross_entropy(
+        hidden, parameter, labels, scale(), chunk, block, triton=True
+    )  # libraries' workspaces
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)
@@ -371,8 +434,8 @@ def test_chunk_of_tokens() -> None:
 def test_head_uses_the_chosen_kernels() -> None:
     """The Triton kernel in three chunks and blocks of the vocabulary give the default's step.
 
-    A chunk or block that is left out or counted twice changes a gradient by a large part of its norm, and an order of
-    additions by a millionth.
+    A chunk or block that is left out or counted twice changes a gradient by a large part of its
+    norm, and an order of additions by a millionth.
     """
     config = tiny_config(1)
     results = []

@@ -1,4 +1,5 @@
-"""Products of factors in 8 bits, against float64 arithmetic on numbers that this file rounds itself."""
+"""Products of factors in 8 bits, against float64 arithmetic on numbers that this file rounds
+itself."""
 
 import functools
 import math
@@ -12,7 +13,16 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import alone
 from megatron_lite.kernels import eight_bit as module
-from megatron_lite.kernels.eight_bit import E4M3, E5M2, RECIPES, EightBit, Rounded, multiply, round_values, units_of
+from megatron_lite.kernels.eight_bit import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    EightBit,
+    Rounded,
+    multiply,
+    round_values,
+    units_of,
+)
 from megatron_lite.kernels.linear import linear
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, collectives_over
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec
@@ -27,7 +37,8 @@ Numbers = NDArray[np.float64]
 
 
 class Format(NamedTuple):
-    """A format of 8 bits: explicit bits of the mantissa, the exponent of the smallest normal number, the largest."""
+    """A format of 8 bits: explicit bits of the mantissa, the exponent of the smallest normal
+    number, the largest."""
 
     mantissa: int
     exponent: int
@@ -38,7 +49,8 @@ FORMATS = {E4M3: Format(3, -6, 448.0), E5M2: Format(2, -14, 57344.0)}
 
 
 def nearest(values: Numbers, dtype: torch.dtype) -> Numbers:
-    """Round to the nearest number of a format, ties to even (numpy.rint), beyond the largest to the largest."""
+    """Round to the nearest number of a format, ties to even (numpy.rint), beyond the largest to the
+    largest."""
     if dtype == torch.int8:
         return np.clip(np.rint(values), -127, 127)
     mantissa, smallest, largest = FORMATS[dtype]
@@ -56,7 +68,10 @@ def scales(values: Numbers, dtype: torch.dtype, by_row: bool) -> Numbers:
 def dequantized(values: Tensor, dtype: torch.dtype, by_row: bool) -> Numbers:
     exact = values.detach().double().numpy()
     scale = scales(exact, dtype, by_row)
-    return nearest((exact.astype(np.float32) / scale.astype(np.float32)).astype(np.float64), dtype) * scale
+    return (
+        nearest((exact.astype(np.float32) / scale.astype(np.float32)).astype(np.float64), dtype)
+        * scale
+    )
 
 
 def weight_of(values: Tensor, name: str = "layer.weight") -> Parameter:
@@ -67,13 +82,16 @@ def weight_of(values: Tensor, name: str = "layer.weight") -> Parameter:
 
 
 def close(found: Tensor, expected: Numbers, tolerance: float = 1e-5) -> None:
-    difference = np.linalg.norm(found.detach().double().numpy() - expected) / np.linalg.norm(expected)
+    difference = np.linalg.norm(found.detach().double().numpy() - expected) / np.linalg.norm(
+        expected
+    )
     assert difference <= tolerance, difference
 
 
 @functools.cache
 def problem() -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and gradient whose rows and columns differ in size by some orders of magnitude."""
+    """Input, weight and gradient whose rows and columns differ in size by some orders of
+    magnitude."""
     x = randn(T, I, seed=1)
     weight = 0.1 * randn(O, I, seed=2)
     dy = randn(T, O, seed=3)
@@ -96,25 +114,36 @@ def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
-def test_the_kernel_rounds_as_the_reference(dtype: torch.dtype, by_row: bool, transposed: bool, narrow: bool) -> None:
+def test_the_kernel_rounds_as_the_reference(
+    dtype: torch.dtype, by_row: bool, transposed: bool, narrow: bool
+) -> None:
     """From subnormal numbers to some that are clipped; odd sizes, and both orders in memory."""
     values = randn(70, 130, seed=5) * torch.logspace(-7, 2, 130)
     values = (values.bfloat16() if narrow else values).to(DEVICE)
     values = values.t() if transposed else values
     scale = (
-        torch.logspace(-3, 1, len(values), device=DEVICE)[:, None] if by_row else torch.full((1, 1), 0.37).to(DEVICE)
+        torch.logspace(-3, 1, len(values), device=DEVICE)[:, None]
+        if by_row
+        else torch.full((1, 1), 0.37).to(DEVICE)
     )
-    found, expected = (round_values(values, scale, dtype, triton=triton) for triton in (True, False))
-    assert found.is_contiguous() and torch.equal(found.float(), expected.float())  # zeros may have another sign
+    found, expected = (
+        round_values(values, scale, dtype, triton=triton) for triton in (True, False)
+    )
+    assert found.is_contiguous() and torch.equal(
+        found.float(), expected.float()
+    )  # zeros may have another sign
 
 
 @recipes
 @pytest.mark.parametrize("units", [(), (torch.float32, torch.bfloat16)], ids=["reference", "units"])
-def test_products_and_gradients_are_those_of_float64(name: str, units: tuple[torch.dtype, ...]) -> None:
+def test_products_and_gradients_are_those_of_float64(
+    name: str, units: tuple[torch.dtype, ...]
+) -> None:
     """Forward, input gradient and weight gradient, written and added; scales to the bit.
 
-    The units are those of torch for a CPU. "delayed" without a history is "tensorwise". Gradients in int8 are rounded
-    at random: each is one of the two numbers around the exact one, and their mean over seeds is exact.
+    The units are those of torch for a CPU. "delayed" without a history is "tensorwise". Gradients
+    in int8 are rounded at random: each is one of the two numbers around the exact one, and their
+    mean over seeds is exact.
     """
     recipe, (x, values, dy) = RECIPES[name], problem()
     by_row = recipe.by_row
@@ -129,7 +158,9 @@ def test_products_and_gradients_are_those_of_float64(name: str, units: tuple[tor
     y = linear(source, weight, Parameter(bias, requires_grad=False), products=eight_bit.at(7))
     q_x, q_w = dequantized(x, recipe.values, by_row), dequantized(values, recipe.values, by_row)
     close(y, q_x @ q_w.T + bias.double().numpy())
-    assert np.array_equal(weight.casts["layer"][0].scale, scales(values.double().numpy(), recipe.values, by_row))
+    assert np.array_equal(
+        weight.casts["layer"][0].scale, scales(values.double().numpy(), recipe.values, by_row)
+    )
 
     y.backward(dy)
     assert source.grad is not None
@@ -142,7 +173,9 @@ def test_products_and_gradients_are_those_of_float64(name: str, units: tuple[tor
         close(source.grad / 60, dy.double().numpy() @ columns, 0.01)
         return
     close(source.grad, dequantized(dy, recipe.gradients, by_row) @ columns)
-    expected = dequantized(dy.t(), recipe.gradients, by_row) @ dequantized(x.t(), recipe.values, by_row).T
+    expected = (
+        dequantized(dy.t(), recipe.gradients, by_row) @ dequantized(x.t(), recipe.values, by_row).T
+    )
     close(weight.main_grad, expected)
     linear(source, weight, products=eight_bit.at(7)).backward(dy)
     close(weight.main_grad, 2 * expected)
@@ -173,8 +206,12 @@ def test_zeros_and_numbers_that_are_not_finite(name: str) -> None:
 
 
 def test_sizes_that_the_units_refuse_take_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, torch's product of 8 bits refuses sums over, and columns of, what is no multiple of 16."""
-    a, b = (Rounded(round_values(randn(rows, 40), torch.ones(1, 1), E4M3), torch.ones(1, 1)) for rows in (5, 24))
+    """On a GPU, torch's product of 8 bits refuses sums over, and columns of, what is no multiple of
+    16."""
+    a, b = (
+        Rounded(round_values(randn(rows, 40), torch.ones(1, 1), E4M3), torch.ones(1, 1))
+        for rows in (5, 24)
+    )
     monkeypatch.setattr(torch, "_scaled_mm", None)
     with_units = multiply(a, b, torch.float32, (torch.float32,))
     assert torch.equal(with_units, multiply(a, b, torch.float32))
@@ -182,13 +219,17 @@ def test_sizes_that_the_units_refuse_take_the_formula(monkeypatch: pytest.Monkey
 
 def test_what_the_units_do_not_write_goes_through_16_bits() -> None:
     """As products by row on GPUs whose units write bf16 alone."""
-    a, b = (Rounded(round_values(randn(rows, 64), torch.ones(1, 1), E4M3), torch.ones(1, 1)) for rows in (32, 48))
+    a, b = (
+        Rounded(round_values(randn(rows, 64), torch.ones(1, 1), E4M3), torch.ones(1, 1))
+        for rows in (32, 48)
+    )
     found, exact = multiply(a, b, torch.float32, (torch.bfloat16,)), multiply(a, b, torch.float32)
     assert found.dtype == torch.float32 and torch.equal(found, exact.bfloat16().float())
 
 
 def test_units_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU counts as having none; a device whose products are wrong or raise has none for that dtype."""
+    """A CPU counts as having none; a device whose products are wrong or raise has none for that
+    dtype."""
     assert units_of(CPU, RECIPES["tensorwise"]) == ()
     right = torch._scaled_mm
 
@@ -199,21 +240,27 @@ def test_units_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
     device: Any = type(
-        "StandIn", (), {"type": "cuda", "__hash__": lambda self: 0, "__eq__": lambda self, other: True}
+        "StandIn",
+        (),
+        {"type": "cuda", "__hash__": lambda self: 0, "__eq__": lambda self, other: True},
     )()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", lambda device, made=torch.Generator: made())
         patch.setattr(
-            torch, "randn", lambda *size, device, generator, made=torch.randn: made(*size, generator=generator)
+            torch,
+            "randn",
+            lambda *size, device, generator, made=torch.randn: made(*size, generator=generator),
         )
         assert units_of.__wrapped__(device, RECIPES["tensorwise"]) == (torch.bfloat16,)
 
 
-# -- tensor parallelism ------------------------------------------------------------------------------------------------
+# -- tensor parallelism
+# ------------------------------------------------------------------------------------------------
 
 
 def scales_of(rank: Any, name: str, dim: int, splits_tokens: bool) -> list[Tensor]:
-    """Return the scales of both factors of a layer's three products on one rank, as parts of whole ones.
+    """Return the scales of both factors of a layer's three products on one rank, as parts of whole
+    ones.
 
     dim: 0, outputs are split over the ranks; 1, inputs.
     """
@@ -240,7 +287,11 @@ def scales_of(rank: Any, name: str, dim: int, splits_tokens: bool) -> list[Tenso
         }
         rows = along[module.DIMENSIONS[kind]]
         is_part = recipe.by_row and rows == "oi"[dim] and ranks > 1
-        gathered = group.largest(_placed(rounded.scale, place, ranks), "test") if is_part else rounded.scale
+        gathered = (
+            group.largest(_placed(rounded.scale, place, ranks), "test")
+            if is_part
+            else rounded.scale
+        )
         seen.append(gathered)
         return rounded
 
@@ -280,10 +331,14 @@ def test_a_weight_is_rounded_once_per_gather(monkeypatch: pytest.MonkeyPatch) ->
     x, values, dy = problem()
     weight, rounded = weight_of(values), list[Any]()
     original = module.round_values
-    monkeypatch.setattr(module, "round_values", lambda *given: (rounded.append(given[0].shape), original(*given))[1])
+    monkeypatch.setattr(
+        module, "round_values", lambda *given: (rounded.append(given[0].shape), original(*given))[1]
+    )
     eight_bit = EightBit(RECIPES["rowwise"], weight.spec, alone(CPU), ())
     for seed in (1, 2):
-        linear(x.clone().requires_grad_(), weight, None, ONE_RANK, ONE_RANK, eight_bit.at(seed)).backward(dy)
+        linear(
+            x.clone().requires_grad_(), weight, None, ONE_RANK, ONE_RANK, eight_bit.at(seed)
+        ).backward(dy)
     assert rounded.count((O, I)) == rounded.count((I, O)) == 1
     weight.casts.clear()  # as the next gather does
     linear(x, weight, None, ONE_RANK, ONE_RANK, eight_bit.at(None))
@@ -294,7 +349,8 @@ def test_a_weight_is_rounded_once_per_gather(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @recipes
 def test_a_gpu_multiplies_the_numbers_of_a_cpu(name: str) -> None:
-    """Scales and rounded numbers to the bit, products within 1e-3, in fp32 and bf16; from Ada on, by its units."""
+    """Scales and rounded numbers to the bit, products within 1e-3, in fp32 and bf16; from Ada on,
+    by its units."""
     device, recipe, (x, values, dy) = torch.device("cuda"), RECIPES[name], problem()
     units = units_of(device, recipe)
     assert torch.bfloat16 in units or torch.cuda.get_device_capability(device) < (8, 9)
@@ -303,7 +359,9 @@ def test_a_gpu_multiplies_the_numbers_of_a_cpu(name: str) -> None:
         for place, found in ((CPU, ()), (device, units)):
             weight = weight_of(values.to(dtype).to(place))
             source = x.to(dtype).to(place).detach().requires_grad_()
-            y = linear(source, weight, products=EightBit(recipe, weight.spec, alone(place), found).at(7))
+            y = linear(
+                source, weight, products=EightBit(recipe, weight.spec, alone(place), found).at(7)
+            )
             y.backward(dy.to(dtype).to(place))
             assert source.grad is not None
             gradients = (weight.main_grad,) if name == "int8" else (source.grad, weight.main_grad)

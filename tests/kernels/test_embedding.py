@@ -1,4 +1,5 @@
-"""The embedding and its gradient; the Triton kernel adds in one fixed order, over sorted positions."""
+"""The embedding and its gradient; the Triton kernel adds in one fixed order, over sorted
+positions."""
 
 from typing import cast
 
@@ -14,7 +15,9 @@ V = 50
 TOKENS = {
     "few of each": lambda t: torch.arange(t) * 7 % V,
     "one token": lambda t: torch.full((t,), 3),
-    "runs and the ends": lambda t: torch.cat([torch.zeros(t // 2), torch.full((t - t // 2,), V - 1)]),
+    "runs and the ends": lambda t: torch.cat(
+        [torch.zeros(t // 2), torch.full((t - t // 2,), V - 1)]
+    ),
     "random": lambda t: torch.randint(V, (t,), generator=torch.Generator().manual_seed(t)),
 }
 
@@ -28,7 +31,9 @@ def test_embedding_accumulate_repeated_tokens(dtype: torch.dtype) -> None:
 
 def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     """Return the gradient of two accumulations into a buffer full of NaN, by the kernel."""
-    weight = empty_gradient(torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype), grad_dtype)
+    weight = empty_gradient(
+        torch.randn(V, grad.shape[-1], device=DEVICE).to(grad.dtype), grad_dtype
+    )
     for _ in range(2):
         output = embedding(weight, tokens, triton=True)
         output.backward(grad)
@@ -58,7 +63,9 @@ def gradient(tokens: Tensor, grad: Tensor, grad_dtype: torch.dtype) -> Tensor:
     ],
     ids=str,
 )
-def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_triton_gradient_is_the_formula(
+    kind: str, s: int, h: int, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
     """Compare with fp64: in fp32 buffers no summand is rounded."""
     tokens = TOKENS[kind](2 * s).view(2, s).long().to(DEVICE)
     grad = torch.randn(2, s, h, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
@@ -66,13 +73,16 @@ def test_triton_gradient_is_the_formula(kind: str, s: int, h: int, dtype: torch.
     exact.index_add_(0, tokens.flatten(), grad.double().flatten(0, 1))
     result = gradient(tokens, grad, grad_dtype)
     tolerance = 1e-6 if grad_dtype == torch.float32 else 1e-2
-    assert float((result.double() - 2 * exact).abs().max()) <= tolerance * float(2 * exact.abs().max())
+    assert float((result.double() - 2 * exact).abs().max()) <= tolerance * float(
+        2 * exact.abs().max()
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_same_bits_every_time() -> None:
-    """With thousands of positions and few tokens, unordered atomic additions would change the last bits."""
+    """With thousands of positions and few tokens, unordered atomic additions would change the last
+    bits."""
     tokens = torch.randint(V, (4, 2048), device=DEVICE)
     grad = torch.randn(4, 2048, 768, device=DEVICE, dtype=torch.bfloat16)
     first, *others = (gradient(tokens, grad, torch.float32) for _ in range(5))
@@ -86,4 +96,6 @@ def test_a_gradient_that_is_not_contiguous() -> None:
     weight = cast(Parameter, Parameter(torch.randn(V, 5, device=DEVICE)))
     weight.main_grad, weight.gradient_is_empty = torch.empty_like(weight), True
     embedding(weight, tokens, triton=True).sum().backward()
-    assert weight.main_grad[:7, 0].tolist() == [1, 3, 0, 0, 1, 0, 1] and not weight.main_grad[7:].any()
+    assert (
+        weight.main_grad[:7, 0].tolist() == [1, 3, 0, 0, 1, 0, 1] and not weight.main_grad[7:].any()
+    )

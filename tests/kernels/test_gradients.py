@@ -1,4 +1,5 @@
-"""Weight gradients of every operation: the first overwrites, later ones add up, frozen parameters get none."""
+"""Weight gradients of every operation: the first overwrites, later ones add up, frozen parameters
+get none."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +39,23 @@ class Operation:
 
 
 def _loss(x: Tensor, w: Tensor) -> Tensor:
-    return functional.cross_entropy(x @ w.t(), torch.arange(len(x)) % len(w), reduction="sum") * SCALE
+    return (
+        functional.cross_entropy(x @ w.t(), torch.arange(len(x)) % len(w), reduction="sum") * SCALE
+    )
 
 
 def _our_loss(x: Tensor, w: Tensor) -> Tensor:
-    """In three chunks of tokens: the first may write, the others add. Another test checks the loss itself."""
+    """In three chunks of tokens: the first may write, the others add. Another test checks the loss
+    itself."""
     labels = torch.arange(len(x)) % len(w)
     return linear_cross_entropy(x, cast(Parameter, w), labels, torch.tensor(SCALE), -(-len(x) // 3))
 
 
 OPERATIONS = {
     "linear": Operation(linear, functional.linear, [(2, 3, 5)], [(4, 5), (4,)]),
-    "long linear": Operation(linear, functional.linear, [(2, 150, 5)], [(4, 5)]),  # many rows take another product
+    "long linear": Operation(
+        linear, functional.linear, [(2, 150, 5)], [(4, 5)]
+    ),  # many rows take another product
     "sum and layer norm": Operation(
         lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),
         lambda x, y, w, b: torch.cat([x + y, functional.layer_norm(x + y, (5,), w, b, 1e-5)]),
@@ -71,26 +77,39 @@ operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=list(
 
 
 def requirements(operation: Operation) -> Iterator[tuple[tuple[bool, ...], tuple[bool, ...]]]:
-    """Yield every choice of activations and parameters that need a gradient, except the empty one."""
-    for choice in itertools.product((True, False), repeat=len(operation.activations) + len(operation.parameters)):
+    """Yield every choice of activations and parameters that need a gradient, except the empty
+    one."""
+    for choice in itertools.product(
+        (True, False), repeat=len(operation.activations) + len(operation.parameters)
+    ):
         if any(choice):
             yield choice[: len(operation.activations)], choice[len(operation.activations) :]
 
 
 def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
     assert ours.shape == exact.shape
-    assert float((ours.detach().double() - exact.detach()).abs().max()) <= tolerance * float(exact.abs().max())
+    assert float((ours.detach().double() - exact.detach()).abs().max()) <= tolerance * float(
+        exact.abs().max()
+    )
 
 
 @operations
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: f"{pair[0]}, {pair[1]}".replace("torch.", ""))
+@pytest.mark.parametrize(
+    "dtypes", DTYPES, ids=lambda pair: f"{pair[0]}, {pair[1]}".replace("torch.", "")
+)
 def test_first_gradient_overwrites_and_frozen_parameters_get_none(
     operation: Operation, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """Compare with autograd in fp64, from a buffer full of NaN, for every choice of tensors that need a gradient."""
+    """Compare with autograd in fp64, from a buffer full of NaN, for every choice of tensors that
+    need a gradient."""
     tolerance = DTYPES[dtypes]
-    activations = [randn(*shape, seed=seed).to(dtypes[0]) for seed, shape in enumerate(operation.activations)]
-    weights = [randn(*shape, seed=seed + 10).to(dtypes[0]) for seed, shape in enumerate(operation.parameters)]
+    activations = [
+        randn(*shape, seed=seed).to(dtypes[0]) for seed, shape in enumerate(operation.activations)
+    ]
+    weights = [
+        randn(*shape, seed=seed + 10).to(dtypes[0])
+        for seed, shape in enumerate(operation.parameters)
+    ]
     exact = [tensor.double().requires_grad_() for tensor in (*activations, *weights)]
     reference = operation.formula(*exact)
     grad = torch.ones((), dtype=torch.float64)
@@ -98,14 +117,22 @@ def test_first_gradient_overwrites_and_frozen_parameters_get_none(
         grad = randn(*reference.shape, seed=20).to(dtypes[0])
     reference.backward(grad.double())
     for activation_choice, weight_choice in requirements(operation):
-        inputs = [x.clone().requires_grad_(needed) for x, needed in zip(activations, activation_choice, strict=True)]
+        inputs = [
+            x.clone().requires_grad_(needed)
+            for x, needed in zip(activations, activation_choice, strict=True)
+        ]
         parameters = [
-            empty_gradient(w, dtypes[1], trained=needed) for w, needed in zip(weights, weight_choice, strict=True)
+            empty_gradient(w, dtypes[1], trained=needed)
+            for w, needed in zip(weights, weight_choice, strict=True)
         ]
         for count in (1, 2):
             operation.ours(*inputs, *parameters).backward(grad)
             for index, tensor in enumerate((*inputs, *parameters)):
-                ours = tensor.main_grad if isinstance(tensor, Parameter) and tensor.requires_grad else tensor.grad
+                ours = (
+                    tensor.main_grad
+                    if isinstance(tensor, Parameter) and tensor.requires_grad
+                    else tensor.grad
+                )
                 if tensor.requires_grad:
                     assert ours is not None
                     close(ours, count * cast(Tensor, exact[index].grad), tolerance)
@@ -118,13 +145,16 @@ def test_first_gradient_overwrites_and_frozen_parameters_get_none(
 def test_nothing_is_computed_for_an_operation_that_is_frozen(operation: Operation) -> None:
     """Inference and frozen stages build no graph."""
     inputs = [randn(*shape) for shape in operation.activations]
-    parameters = [Parameter(randn(*shape, seed=1), requires_grad=False) for shape in operation.parameters]
+    parameters = [
+        Parameter(randn(*shape, seed=1), requires_grad=False) for shape in operation.parameters
+    ]
     output = operation.ours(*inputs, *parameters)
     assert not output.requires_grad
 
 
 def test_tied_weight_takes_its_first_gradient_from_the_head() -> None:
-    """The head writes in the forward pass and the embedding adds in the backward pass, over garbage."""
+    """The head writes in the forward pass and the embedding adds in the backward pass, over
+    garbage."""
     weight = empty_gradient(randn(7, 5))
     _our_loss(embedding(weight, TOKENS).flatten(0, 1), weight).backward()
     exact = weight.detach().double().requires_grad_()

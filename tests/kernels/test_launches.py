@@ -1,4 +1,5 @@
-"""The operations that the host of a GPU launches for a block, counted on CPU with Triton's interpreter."""
+"""The operations that the host of a GPU launches for a block, counted on CPU with Triton's
+interpreter."""
 
 from collections import Counter
 from typing import Any
@@ -23,7 +24,8 @@ FREE = set(
 
 
 class Launches(TorchDispatchMode):
-    """The names of torch's operations and of Triton's kernels, without what the interpreter does inside a kernel."""
+    """The names of torch's operations and of Triton's kernels, without what the interpreter does
+    inside a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -43,7 +45,9 @@ class Launches(TorchDispatchMode):
 
         monkeypatch.setattr(GridExecutor, "__call__", call)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
         if not self._inside and name not in FREE:
             self.names.append(name)
@@ -64,9 +68,9 @@ class NoAttention(torch.autograd.Function):
         return tuple(grads[0].new_empty(shape) for shape in ctx.shapes)
 
 
-LLAMA = dict(gated=True, activation_type="silu", normalization_type="rms_norm", use_rotary_embeddings=True) | dict(
-    head_groups=2, add_linear_biases=False
-)
+LLAMA = dict(
+    gated=True, activation_type="silu", normalization_type="rms_norm", use_rotary_embeddings=True
+) | dict(head_groups=2, add_linear_biases=False)
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="needs Triton's interpreter")
@@ -78,10 +82,14 @@ LLAMA = dict(gated=True, activation_type="silu", normalization_type="rms_norm", 
     ],
     ids=["GPT-2", "Llama"],
 )
-def test_launches_of_a_block(monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], expected: dict[str, int]) -> None:
-    """Forward and backward: 28 and 23, as docs/performance.md says. Only tiny models have padding to clear, and only on
-    a CPU does a stage's backward pass begin with a one."""
-    monkeypatch.setattr(block, "attention", lambda query, key, value, *_, **__: NoAttention.apply(query, key, value))
+def test_launches_of_a_block(
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], expected: dict[str, int]
+) -> None:
+    """Forward and backward: 28 and 23, as docs/performance.md says. Only tiny models have padding
+    to clear, and only on a CPU does a stage's backward pass begin with a one."""
+    monkeypatch.setattr(
+        block, "attention", lambda query, key, value, *_, **__: NoAttention.apply(query, key, value)
+    )
     counts = []
     for num_layers in (1, 2):
         config = tiny_config(1, num_layers=num_layers, batch_size=1, **model)
@@ -90,4 +98,6 @@ def test_launches_of_a_block(monkeypatch: pytest.MonkeyPatch, model: dict[str, A
             engine.forward_backward(micro_batches(config))
         counts.append(Counter("kernels" if "_kernel" in name else name for name in launches.names))
     found = counts[1] - counts[0]
-    assert {name: count for name, count in found.items() if name not in ("_foreach_zero_", "ones_like")} == expected
+    assert {
+        name: count for name, count in found.items() if name not in ("_foreach_zero_", "ones_like")
+    } == expected

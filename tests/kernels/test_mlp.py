@@ -10,7 +10,14 @@ from torch.nn import functional
 
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, DTYPES, covering, empty_gradient, needs_triton, saved_tensors
+from tests.support.kernel_checks import (
+    DEVICE,
+    DTYPES,
+    covering,
+    empty_gradient,
+    needs_triton,
+    saved_tensors,
+)
 
 # 300 tokens: takes the products for many rows
 B = 2
@@ -21,15 +28,25 @@ LEVELS = ("none", "activation", "full")
 GRAD = torch.randn((B, S, H), generator=torch.Generator().manual_seed(1))
 NAMES = ("input", "up", "up_bias", "down", "down_bias")
 levels = pytest.mark.parametrize("level", LEVELS)
-shapes = pytest.mark.parametrize(("gated", "biases"), list(itertools.product((False, True), repeat=2)))
+shapes = pytest.mark.parametrize(
+    ("gated", "biases"), list(itertools.product((False, True), repeat=2))
+)
 
 
 def make(gated: bool, biases: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Return values for the input and the parameters."""
     width = 2 * F if gated else F
-    shapes = {"input": (B, S, H), "up": (width, H), "up_bias": (width,), "down": (H, F), "down_bias": (H,)}
+    shapes = {
+        "input": (B, S, H),
+        "up": (width, H),
+        "up_bias": (width,),
+        "down": (H, F),
+        "down_bias": (H,),
+    }
     generator = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    values = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
     return {name: value for name, value in values.items() if biases or "bias" not in name}
 
 
@@ -41,7 +58,8 @@ def run(
     activation: str = "silu",
     triton: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return output and gradients of trained tensors, from buffers full of NaN, and the tensors kept for backward."""
+    """Return output and gradients of trained tensors, from buffers full of NaN, and the tensors
+    kept for backward."""
     tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
     for name, value in values.items():
         if name == "input":
@@ -67,7 +85,9 @@ def exact(values: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
     hidden = gate * hidden[..., F:] if gated else gate
     output = functional.linear(hidden, leaves["down"], leaves.get("down_bias"))
     output.backward(GRAD[:, : output.shape[1]].to(values["input"]).double())
-    return {"output": output.detach()} | {name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()}
+    return {"output": output.detach()} | {
+        name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()
+    }
 
 
 @levels
@@ -82,7 +102,9 @@ def test_mlp_equals_its_formula(gated: bool, biases: bool, level: str, dtype: to
 
 
 @needs_triton
-@pytest.mark.parametrize(("gated", "dtype", "biases"), covering([False, True], DTYPES[:2], [False, True]))
+@pytest.mark.parametrize(
+    ("gated", "dtype", "biases"), covering([False, True], DTYPES[:2], [False, True])
+)
 def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: torch.dtype) -> None:
     """A few tokens; every level gives the bits of level "none", whatever is frozen."""
     values = {name: value.to(DEVICE) for name, value in make(gated, biases, dtype).items()}
@@ -99,13 +121,19 @@ def test_mlp_by_kernels_equals_its_formula(gated: bool, biases: bool, dtype: tor
         (("down",), "full"),
     ):
         results = run(values, trained, gated, level, triton=True)[0]
-        assert all(torch.equal(ours, first[name]) for name, ours in results.items()), (trained, level)
+        assert all(torch.equal(ours, first[name]) for name, ours in results.items()), (
+            trained,
+            level,
+        )
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "squared_relu", "quick_gelu", "tanh", "identity"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "squared_relu", "quick_gelu", "tanh", "identity"]
+)
 @shapes
 def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activation: str) -> None:
-    """Every level with every choice of trained tensors gives the bits of level "none" with everything trained."""
+    """Every level with every choice of trained tensors gives the bits of level "none" with
+    everything trained."""
     values = make(gated, biases)
     reference = run(values, tuple(values), gated, "none", activation)[0]
     for count in range(1, len(values) + 1):
@@ -118,10 +146,16 @@ def test_no_level_and_no_freezing_changes_a_bit(gated: bool, biases: bool, activ
 
 @shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_level_keeps_exactly_the_documented_bytes(gated: bool, biases: bool, dtype: torch.dtype) -> None:
-    """Level "activation" keeps tokens x f elements fewer than "none"; "full" twice as many fewer, gated three times."""
+def test_each_level_keeps_exactly_the_documented_bytes(
+    gated: bool, biases: bool, dtype: torch.dtype
+) -> None:
+    """Level "activation" keeps tokens x f elements fewer than "none"; "full" twice as many fewer,
+    gated three times."""
     values = make(gated, biases, dtype)
-    kept = {level: sum(tensor.nbytes for tensor in run(values, tuple(values), gated, level)[1]) for level in LEVELS}
+    kept = {
+        level: sum(tensor.nbytes for tensor in run(values, tuple(values), gated, level)[1])
+        for level in LEVELS
+    }
     activation_bytes = B * S * F * dtype.itemsize
     assert kept["none"] - kept["activation"] == activation_bytes
     assert kept["none"] - kept["full"] == (3 if gated else 2) * activation_bytes
@@ -133,10 +167,15 @@ def test_frozen_weights_keep_only_what_other_gradients_need() -> None:
     widths = {H: "x", 2 * F: "u", F: "z"}
 
     def kept(trained: tuple[str, ...], level: str) -> set[str]:
-        return {widths[tensor.shape[-1]] for tensor in run(make(True, True), trained, True, level)[1]}
+        return {
+            widths[tensor.shape[-1]] for tensor in run(make(True, True), trained, True, level)[1]
+        }
 
     assert kept(("input",), "none") == kept(("input", "up_bias", "down_bias"), "none") == {"u"}
     assert kept(("input", "down"), "none") == {"u", "z"}
     assert kept(("input", "up"), "none") == {"x", "u"}
     assert kept(("down",), "none") == {"z"} and kept(("down_bias",), "none") == set()
-    assert kept(("input",), "full") == kept(("down",), "full") == {"x"} and kept(("down_bias",), "full") == set()
+    assert (
+        kept(("input",), "full") == kept(("down",), "full") == {"x"}
+        and kept(("down_bias",), "full") == set()
+    )

@@ -1,4 +1,5 @@
-"""Norms without weights, with zero-centered weights, of a wider sum and of heads, against float64."""
+"""Norms without weights, with zero-centered weights, of a wider sum and of heads, against
+float64."""
 
 from typing import cast
 
@@ -28,8 +29,11 @@ kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
 WEIGHTED = ("none", "around one", "around zero")
 
 
-def parameters(centered: bool, weighted: str, size: int, dtype: torch.dtype) -> list[Parameter | None]:
-    """Return weight and bias with garbage in their gradient buffers; None for those that the norm does not have."""
+def parameters(
+    centered: bool, weighted: str, size: int, dtype: torch.dtype
+) -> list[Parameter | None]:
+    """Return weight and bias with garbage in their gradient buffers; None for those that the norm
+    does not have."""
     made: list[Parameter | None] = [None, None]
     for i in range(0 if weighted == "none" else 2 if centered else 1):
         made[i] = empty_gradient(randn(size, seed=5 + i).to(DEVICE, dtype))
@@ -47,7 +51,9 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Kind) -
     return functional.rms_norm(x, x.shape[-1:], scale, kind.eps)
 
 
-def check_gradients(ours: list[Parameter | None], exact: list[Tensor | None], dtype: torch.dtype) -> None:
+def check_gradients(
+    ours: list[Parameter | None], exact: list[Tensor | None], dtype: torch.dtype
+) -> None:
     for mine, reference in zip(ours, exact, strict=True):
         if mine is not None and reference is not None:
             close(mine.main_grad, cast(Tensor, reference.grad), dtype)
@@ -57,8 +63,11 @@ def check_gradients(ours: list[Parameter | None], exact: list[Tensor | None], dt
     ("wide", "weighted", "centered", "dtype", "triton"),
     covering([False, True], WEIGHTED, [True, False], DTYPES, IMPLEMENTATIONS),
 )
-def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.dtype, triton: bool) -> None:
-    """The sum has the dtype of the stream, the norm that of the branch, every gradient that of its tensor."""
+def test_norm_of_a_sum(
+    wide: bool, weighted: str, centered: bool, dtype: torch.dtype, triton: bool
+) -> None:
+    """The sum has the dtype of the stream, the norm that of the branch, every gradient that of its
+    tensor."""
     shape, stream = (5, 7, 33), torch.float32 if wide else dtype
     hidden, grad_sum = (randn(*shape, seed=i).to(DEVICE, stream) for i in (0, 1))
     branch, grad = (randn(*shape, seed=i).to(DEVICE, dtype) for i in (2, 3))
@@ -86,12 +95,15 @@ def test_norm_of_a_sum(wide: bool, weighted: str, centered: bool, dtype: torch.d
 @implementations
 @kinds
 def test_only_a_wide_sum_is_kept(centered: bool, triton: bool) -> None:
-    """An fp32 stream with bf16 branches keeps the new sum: neither the branch nor the previous stream."""
+    """An fp32 stream with bf16 branches keeps the new sum: neither the branch nor the previous
+    stream."""
     hidden, branch = (randn(6, 50, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
     narrow = branch.to(torch.bfloat16)
     before = hidden.detach().clone(), narrow.detach().clone()
     with saved_tensors() as kept:
-        total, _ = add_norm(hidden, narrow, None, None, Kind(EPS, centered), triton, dtype=torch.bfloat16)
+        total, _ = add_norm(
+            hidden, narrow, None, None, Kind(EPS, centered), triton, dtype=torch.bfloat16
+        )
     assert torch.equal(hidden, before[0]) and torch.equal(narrow, before[1])
     assert sum(tensor.nbytes for tensor in kept) == 4 * 300 + 6 * 4 * (2 if centered else 1)
     assert total.data_ptr() in {tensor.data_ptr() for tensor in kept}
@@ -103,16 +115,21 @@ def test_each_output_of_a_wide_sum_may_be_left_unused(triton: bool) -> None:
     for used, incoming in ((0, grad_sum), (1, grad)):
         hidden, branch = (randn(4, 6, seed=i).to(DEVICE).requires_grad_() for i in (0, 1))
         narrow = branch.to(torch.bfloat16).detach().requires_grad_()
-        outputs = add_norm(hidden, narrow * 1, None, None, Kind(EPS, False), triton, dtype=torch.bfloat16)
+        outputs = add_norm(
+            hidden, narrow * 1, None, None, Kind(EPS, False), triton, dtype=torch.bfloat16
+        )
         outputs[used].backward(incoming)
         exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, narrow)]
         total = exact[0] + exact[1]
-        (total if used == 0 else formula(total, None, None, Kind(EPS, False))).backward(incoming.double())
+        (total if used == 0 else formula(total, None, None, Kind(EPS, False))).backward(
+            incoming.double()
+        )
         for ours, reference in zip((hidden.grad, narrow.grad), exact, strict=True):
             close(cast(Tensor, ours), cast(Tensor, reference.grad), torch.bfloat16)
 
 
-# Samples, positions, query heads, key heads, channels: one of everything, odd numbers, several programs.
+# Samples, positions, query heads, key heads, channels: one of everything, odd numbers, several
+# programs.
 HEADS = [(1, 1, 1, 1, 2), (2, 3, 3, 1, 6), (1, 5, 4, 2, 20), (2, 11, 6, 3, 128)]
 
 
@@ -141,9 +158,15 @@ def exact_heads(
     covering(HEADS, WEIGHTED, [True, False], [True, False], DTYPES, IMPLEMENTATIONS),
 )
 def test_norms_of_heads(
-    shape: tuple[int, ...], weighted: str, centered: bool, rotated: bool, dtype: torch.dtype, triton: bool
+    shape: tuple[int, ...],
+    weighted: str,
+    centered: bool,
+    rotated: bool,
+    dtype: torch.dtype,
+    triton: bool,
 ) -> None:
-    """Queries and keys are normalized by separate weights, then rotated; values do not change; check every gradient."""
+    """Queries and keys are normalized by separate weights, then rotated; values do not change;
+    check every gradient."""
     b, s, n, g, d = shape
     ours = [*parameters(centered, weighted, d, dtype), *parameters(centered, weighted, d, dtype)]
     for one in ours[2:]:
@@ -158,7 +181,9 @@ def test_norms_of_heads(
     torch.autograd.backward(expected, [grad.double() for grad in grads])
 
     projection.requires_grad_()
-    made = split_heads(projection * 1, n, g, table, triton, (Weights(*ours[:2]), Weights(*ours[2:])), kind)
+    made = split_heads(
+        projection * 1, n, g, table, triton, (Weights(*ours[:2]), Weights(*ours[2:])), kind
+    )
     torch.autograd.backward(made, grads)
     for mine, reference in zip(made, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == reference.shape
@@ -170,7 +195,8 @@ def test_norms_of_heads(
 @implementations
 @kinds
 def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
-    """Keep the projection, which the values are a view of, and the statistics; queries and keys have new memory."""
+    """Keep the projection, which the values are a view of, and the statistics; queries and keys
+    have new memory."""
     b = 2
     s = 3
     n = 4
@@ -187,13 +213,16 @@ def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
     assert value.untyped_storage().data_ptr() == memory != query.untyped_storage().data_ptr()
     assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
     assert query.untyped_storage().nbytes() == 4 * b * s * (n + g) * d
-    assert sum(tensor.nbytes for tensor in kept) == projection.nbytes + 4 * b * s * (n + g) * (2 if centered else 1)
+    assert sum(tensor.nbytes for tensor in kept) == projection.nbytes + 4 * b * s * (n + g) * (
+        2 if centered else 1
+    )
 
 
 @implementations
 @kinds
 def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
-    """A frozen weight changes no other gradient; a frozen projection does not change the weights' gradients."""
+    """A frozen weight changes no other gradient; a frozen projection does not change the weights'
+    gradients."""
     b = 2
     s = 3
     n = 4
@@ -202,19 +231,25 @@ def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
     grads = [randn(b, heads, s, d, seed=i).to(DEVICE) for i, heads in enumerate((n, g, g))]
     results = []
     for projection_needs, query_needs in ((True, True), (True, False), (False, True)):
-        norms = tuple(Weights(*parameters(centered, "around one", d, torch.float32)) for _ in range(2))
+        norms = tuple(
+            Weights(*parameters(centered, "around one", d, torch.float32)) for _ in range(2)
+        )
         for one in norms[0]:
             if one is not None:
                 one.requires_grad_(query_needs)
         projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_(projection_needs)
         made = split_heads(projection, n, g, None, triton, norms, Kind(EPS, centered))
-        wanted = [(part, grad) for part, grad in zip(made, grads, strict=True) if part.requires_grad]
+        wanted = [
+            (part, grad) for part, grad in zip(made, grads, strict=True) if part.requires_grad
+        ]
         torch.autograd.backward(*zip(*wanted, strict=True))
         found = [None if one is None else one.main_grad for pair in norms for one in pair]
         results.append((projection.grad, found))
     (grad, whole), (without_query, part), (nothing, of_weights) = results
     assert torch.equal(grad, without_query) and nothing is None
-    for everything, some, others, is_query in zip(whole, part, of_weights, (True, True, False, False), strict=True):
+    for everything, some, others, is_query in zip(
+        whole, part, of_weights, (True, True, False, False), strict=True
+    ):
         if everything is not None:
             assert torch.equal(everything, others)
             assert bool(some.isnan().all()) if is_query else torch.equal(everything, some)

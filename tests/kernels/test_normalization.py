@@ -1,4 +1,5 @@
-"""Norms of a tensor and of a sum against their formulas in float64, and the memory that they keep."""
+"""Norms of a tensor and of a sum against their formulas in float64, and the memory that they
+keep."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -45,40 +46,68 @@ def kind_of(bias: Tensor | None) -> Kind:
 def values_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all inputs: summands, weights and incoming gradients."""
     h = shape[-1]
-    shapes = {"hidden": shape, "branch": shape, "weight": (h,), "bias": (h,), "grad_sum": shape, "grad": shape}
-    made = {name: randn(*shapes[name], seed=seed).to(DEVICE, dtype) for seed, name in enumerate(shapes)}
-    return made if kind == "layer" else {name: value for name, value in made.items() if name != "bias"}
+    shapes = {
+        "hidden": shape,
+        "branch": shape,
+        "weight": (h,),
+        "bias": (h,),
+        "grad_sum": shape,
+        "grad": shape,
+    }
+    made = {
+        name: randn(*shapes[name], seed=seed).to(DEVICE, dtype) for seed, name in enumerate(shapes)
+    }
+    return (
+        made if kind == "layer" else {name: value for name, value in made.items() if name != "bias"}
+    )
 
 
-def run(values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None, times: int = 1) -> dict[str, Tensor]:
+def run(
+    values: dict[str, Tensor], triton: bool, grad_dtype: torch.dtype | None, times: int = 1
+) -> dict[str, Tensor]:
     """Return sum, norm and all gradients after a number of passes."""
     hidden, branch = (values[name].clone().requires_grad_() for name in ("hidden", "branch"))
     buffers = dict(grad_dtype=grad_dtype or torch.float32, trained=grad_dtype is not None)
     weight, bias = (
-        empty_gradient(values[name].clone(), **buffers) if name in values else None for name in ("weight", "bias")
+        empty_gradient(values[name].clone(), **buffers) if name in values else None
+        for name in ("weight", "bias")
     )
     for _ in range(times):
-        total, output = add_norm(hidden, branch * 1, cast(Parameter, weight), bias, kind_of(bias), triton)
+        total, output = add_norm(
+            hidden, branch * 1, cast(Parameter, weight), bias, kind_of(bias), triton
+        )
         torch.autograd.backward([total, output], [values["grad_sum"], values["grad"]])
     results = {"sum": total, "output": output, "hidden": hidden.grad, "branch": branch.grad}
     if grad_dtype is not None:
-        results |= {name: p.main_grad for name, p in (("weight", weight), ("bias", bias)) if p is not None}
+        results |= {
+            name: p.main_grad for name, p in (("weight", weight), ("bias", bias)) if p is not None
+        }
     return cast(dict[str, Tensor], results)
 
 
 def exact(values: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
     """Compute the same by autograd in fp64."""
-    leaves = {name: t.double().requires_grad_() for name, t in values.items() if not name.startswith("grad")}
+    leaves = {
+        name: t.double().requires_grad_()
+        for name, t in values.items()
+        if not name.startswith("grad")
+    }
     total = leaves["hidden"] + leaves["branch"]
     output = formula(total, leaves["weight"], leaves.get("bias"))
     torch.autograd.backward([total, output], [values["grad_sum"].double(), values["grad"].double()])
-    return {"sum": total, "output": output} | {name: times * cast(Tensor, t.grad) for name, t in leaves.items()}
+    return {"sum": total, "output": output} | {
+        name: times * cast(Tensor, t.grad) for name, t in leaves.items()
+    }
 
 
-@pytest.mark.parametrize(("kind", "shape", "dtype", "triton"), covering(KINDS, SHAPES, DTYPES, IMPLEMENTATIONS))
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "triton"), covering(KINDS, SHAPES, DTYPES, IMPLEMENTATIONS)
+)
 def test_norms(kind: str, shape: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
     h = shape[-1]
-    weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][: 2 if kind == "layer" else 1]
+    weights = [randn(h, seed=3).to(DEVICE), randn(h, seed=4).to(DEVICE)][
+        : 2 if kind == "layer" else 1
+    ]
     compare(
         lambda x, w, b=None: add_norm(x, None, w, b, kind_of(b), triton)[1],
         lambda x, w, b=None: formula(x, w, b),
@@ -116,7 +145,9 @@ def test_each_output_may_be_left_unused(kind: str, triton: bool) -> None:
         hidden, branch = values["hidden"].clone(), values["branch"].clone().requires_grad_()
         weight = empty_gradient(values["weight"])
         bias = None if kind == "rms" else empty_gradient(values["bias"], trained=False)
-        add_norm(hidden, branch * 1, weight, bias, kind_of(bias), triton)[used].backward(values[grad])
+        add_norm(hidden, branch * 1, weight, bias, kind_of(bias), triton)[used].backward(
+            values[grad]
+        )
         zero = torch.zeros_like(values["grad"])
         reference = exact(values | {name: zero for name in ("grad_sum", "grad") if name != grad})
         assert hidden.grad is None and branch.grad is not None
@@ -156,10 +187,16 @@ def test_inputs_that_are_not_contiguous(kind: str, triton: bool) -> None:
     """Transposed or expanded summands and gradients give the bits of contiguous ones."""
     values = values_of(kind, (6, 4, 10), torch.float32)
     values["grad_sum"] = values["grad_sum"][:1].expand(6, 4, 10)
-    other = {name: v.transpose(0, 1).contiguous().transpose(0, 1) if v.dim() > 1 else v for name, v in values.items()}
+    other = {
+        name: v.transpose(0, 1).contiguous().transpose(0, 1) if v.dim() > 1 else v
+        for name, v in values.items()
+    }
     values = {name: value.contiguous() for name, value in values.items()}
     ours = run(other, triton, torch.float32)
-    assert all(torch.equal(result, ours[name]) for name, result in run(values, triton, torch.float32).items())
+    assert all(
+        torch.equal(result, ours[name])
+        for name, result in run(values, triton, torch.float32).items()
+    )
 
 
 @implementations
@@ -175,7 +212,9 @@ def test_only_the_sum_is_kept_in_the_memory_of_the_branch(kind: str, triton: boo
             total, _ = add_norm(hidden, branch, weight, bias, kind_of(bias), triton)
         memory = (hidden if branch is None else branch).data_ptr()
         assert total.data_ptr() == memory and memory in {tensor.data_ptr() for tensor in kept}
-        assert sum(tensor.nbytes for tensor in kept) == 2 * 300 + 6 * 4 * (1 if kind == "rms" else 2)
+        assert sum(tensor.nbytes for tensor in kept) == 2 * 300 + 6 * 4 * (
+            1 if kind == "rms" else 2
+        )
 
 
 @needs_triton
@@ -199,10 +238,15 @@ def test_wide_rows(kind: str, h: int, dtype: torch.dtype, triton: bool) -> None:
         close(result, reference[name], dtype)
 
 
-def test_programs_of_the_backward_kernel_fill_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_the_backward_kernel_fill_the_device_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """16 warps a multiprocessor unless a caller asks for others; at least one program each."""
     device = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     x: Any = SimpleNamespace(device=torch.device("cuda"), is_meta=False)
-    counts = [_resident_programs(x, warps, most) // 132 for warps, most in ((8, 16), (8, 32), (16, 16), (32, 16))]
+    counts = [
+        _resident_programs(x, warps, most) // 132
+        for warps, most in ((8, 16), (8, 32), (16, 16), (32, 16))
+    ]
     assert counts == [2, 4, 1, 1]

@@ -1,6 +1,7 @@
 """Products: exact on every library, rounded once, accumulated in place, leaving no setting changed.
 
-Also from fp32 copies of the factors, which a CPU without instructions for bf16 or fp16 needs to be fast.
+Also from fp32 copies of the factors, which a CPU without instructions for bf16 or fp16 needs to be
+fast.
 """
 
 import json
@@ -23,7 +24,12 @@ from megatron_lite.kernels.attention import attention as attention_module
 from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.linear import accumulate_product
-from megatron_lite.kernels.matmul_library import SMALLEST_ONEDNN_PRODUCT, library_for, onednn_is_exact, use_library
+from megatron_lite.kernels.matmul_library import (
+    SMALLEST_ONEDNN_PRODUCT,
+    library_for,
+    onednn_is_exact,
+    use_library,
+)
 from megatron_lite.kernels.products import (
     FEWEST_ROWS,
     ProductAccumulation,
@@ -41,7 +47,9 @@ CPU = torch.device("cpu")
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 T, O, I = 256, 384, 320  # noqa: E741
 assert T * O * I >= SMALLEST_ONEDNN_PRODUCT
-needs_the_switch = pytest.mark.skipif(not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
+needs_the_switch = pytest.mark.skipif(
+    not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor"
+)
 
 
 def precision() -> Any:
@@ -90,7 +98,9 @@ def test_the_switch_is_set_for_large_fp32_products_only_and_restored() -> None:
     assert precision() == before
 
 
-AMD, INTEL = (f"processor\t: 0\nvendor_id\t: {vendor}\n" for vendor in ("AuthenticAMD", "GenuineIntel"))
+AMD, INTEL = (
+    f"processor\t: 0\nvendor_id\t: {vendor}\n" for vendor in ("AuthenticAMD", "GenuineIntel")
+)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +155,11 @@ def test_large_products_follow_the_chosen_library() -> None:
 
 
 @pytest.mark.parametrize("rounds_from", [1, 256])
-def test_a_processor_that_rounds_is_noticed(rounds_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products stay with the BLAS where the processor's matrix units round fp32 factors, if only of large products."""
+def test_a_processor_that_rounds_is_noticed(
+    rounds_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products stay with the BLAS where the processor's matrix units round fp32 factors, if only of
+    large products."""
 
     class Rounding:
         fp32_precision = "none"
@@ -178,7 +191,8 @@ def test_matrix_units_alone_rule_onednn_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_method_that_does_not_add_or_rounds_is_rejected() -> None:
-    """The check that chooses how products reach fp32 accepts an exact method and rejects three wrong ones."""
+    """The check that chooses how products reach fp32 accepts an exact method and rejects three
+    wrong ones."""
     device = torch.device("cpu")
 
     def wide(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -202,14 +216,17 @@ def test_a_method_that_does_not_add_or_rounds_is_rejected() -> None:
         with products_in_fp32(False):
             name = product_accumulation(device, dtype, torch.float32).name
         assert name == f"through {module.NAMES[dtype]} temporary"
-    assert product_accumulation(device, torch.float32, torch.float32).name == "by the product itself"
+    assert (
+        product_accumulation(device, torch.float32, torch.float32).name == "by the product itself"
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
-    """PyTorch 2.11 writes and adds products in fp32 without a temporary, closer to fp64 than rounding first.
+    """PyTorch 2.11 writes and adds products in fp32 without a temporary, closer to fp64 than
+    rounding first.
 
     Views of a flat buffer and inputs that are not contiguous work, too.
     """
@@ -233,7 +250,9 @@ def test_products_are_added_in_fp32_on_a_gpu(dtype: torch.dtype) -> None:
         assert torch.cuda.max_memory_allocated() == before
         for _ in range(4):
             narrow.add_(grad.t() @ input_)
-        error, rounded = ((total.double() - 4 * exact).abs().max() for total in (weight.main_grad, narrow))
+        error, rounded = (
+            (total.double() - 4 * exact).abs().max() for total in (weight.main_grad, narrow)
+        )
         assert error < 8e-5 * exact.abs().max() and error < rounded / 4
         assert flat[: o * i].isnan().all() and flat[2 * o * i :].isnan().all()
 
@@ -250,16 +269,20 @@ def test_large_narrow_temporaries_come_in_parts(monkeypatch: pytest.MonkeyPatch)
         close(weight.main_grad, count * once.double(), 1e-6)
 
 
-# -- from fp32 copies of the factors ---------------------------------------------------------------------------------
+# -- from fp32 copies of the factors
+# ---------------------------------------------------------------------------------
 
 
 def whole(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Draw whole numbers from -8 to 8: any sum of their products is exact in fp32, so only roundings differ."""
+    """Draw whole numbers from -8 to 8: any sum of their products is exact in fp32, so only
+    roundings differ."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @halves
-@pytest.mark.parametrize("elements", [converted_products.TEMPORARY_ELEMENTS, 100], ids=["one block", "many blocks"])
+@pytest.mark.parametrize(
+    "elements", [converted_products.TEMPORARY_ELEMENTS, 100], ids=["one block", "many blocks"]
+)
 @pytest.mark.parametrize(("t", "i", "o"), [(9, 5, 3), (31, 64, 33), (8, 1, 70)])
 def test_products_from_fp32_copies_are_rounded_once(
     t: int, i: int, o: int, elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -278,7 +301,9 @@ def test_products_from_fp32_copies_are_rounded_once(
     dx = dy.double() @ weight.double()
     dw = dy.double().t() @ x.double()
     with products_in_fp32(True):
-        assert torch.equal(affine(x.view(1, t, i), weight, bias)[0], (forward + bias.double()).to(dtype))
+        assert torch.equal(
+            affine(x.view(1, t, i), weight, bias)[0], (forward + bias.double()).to(dtype)
+        )
         assert torch.equal(affine(x, weight), forward.to(dtype))
         memory = torch.zeros(t, o + 2, dtype=dtype)
         assert product(x, weight, out=memory[:, :o]).data_ptr() == memory.data_ptr()
@@ -297,7 +322,8 @@ def test_products_from_fp32_copies_are_rounded_once(
 
 
 def test_a_few_tokens_are_multiplied_without_converting_the_weight() -> None:
-    """Reading a weight takes as long as multiplying one token with it: generation must not convert it every time."""
+    """Reading a weight takes as long as multiplying one token with it: generation must not convert
+    it every time."""
     weight = randn(512, 512).bfloat16()
     for rows in (1, FEWEST_ROWS - 1, FEWEST_ROWS):
         with products_in_fp32(True), PeakMeter() as meter:
@@ -314,8 +340,12 @@ def test_fp32_copies_take_three_blocks_at_most() -> None:
 
 
 def test_attention_multiplies_halves_in_fp32_on_every_cpu() -> None:
-    """Gradients in bf16 are near float64's, and have the same bits with and without instructions for bf16."""
-    q, k, v, do = (torch.randn(2, 3, 70, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(4))
+    """Gradients in bf16 are near float64's, and have the same bits with and without instructions
+    for bf16."""
+    q, k, v, do = (
+        torch.randn(2, 3, 70, 16, generator=torch.Generator().manual_seed(n)).bfloat16()
+        for n in range(4)
+    )
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True).backward(do.double())
     gradients = []
@@ -324,7 +354,9 @@ def test_attention_multiplies_halves_in_fp32_on_every_cpu() -> None:
         with products_in_fp32(in_fp32):
             attention_module.attention(*ours, None, 0.0, None, backend="math").backward(do)
         gradients.append([tensor.grad for tensor in ours])
-    for native, in_fp32_too, expected in zip(*gradients, [tensor.grad for tensor in exact], strict=True):
+    for native, in_fp32_too, expected in zip(
+        *gradients, [tensor.grad for tensor in exact], strict=True
+    ):
         assert native is not None and in_fp32_too is not None and expected is not None
         assert torch.equal(native, in_fp32_too)
         assert float((native - expected).norm() / expected.norm()) < 0.004
@@ -345,11 +377,18 @@ print(json.dumps(result))
 
 
 def report_of(**variables: str) -> dict[str, tuple[Any, ...]]:
-    """What a fresh process does: the library of fp32 products; by dtype, whether it computes in fp32, rounded once."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ONEDNN_", "ATEN_"))}
+    """What a fresh process does: the library of fp32 products; by dtype, whether it computes in
+    fp32, rounded once."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ONEDNN_", "ATEN_"))
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-c", REPORT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     return {name: tuple(values) for name, values in json.loads(done.stdout).items()}
 
 
@@ -357,7 +396,10 @@ def report_of(**variables: str) -> dict[str, tuple[Any, ...]]:
     "variables",
     [
         {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        pytest.param({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, marks=pytest.mark.slow
         ),  # oneDNN calls bf16 supported there, and imitates it
@@ -365,7 +407,8 @@ def report_of(**variables: str) -> dict[str, tuple[Any, ...]]:
     ids=lambda variables: variables["ONEDNN_MAX_CPU_ISA"],
 )
 def test_a_processor_without_the_instructions_is_noticed(variables: dict[str, str]) -> None:
-    """The process of a CPU without instructions for bf16 and fp16 computes their products in fp32, bit for bit.
+    """The process of a CPU without instructions for bf16 and fp16 computes their products in fp32,
+    bit for bit.
 
     Without AVX-512 the BLAS computes fp32 products, whoever made the processor.
     """
@@ -375,11 +418,14 @@ def test_a_processor_without_the_instructions_is_noticed(variables: dict[str, st
 
 
 @pytest.mark.skipif(
-    not Path("/proc/cpuinfo").exists() or " avx512_bf16 " not in Path("/proc/cpuinfo").read_text("ascii", "ignore"),
+    not Path("/proc/cpuinfo").exists()
+    or " avx512_bf16 " not in Path("/proc/cpuinfo").read_text("ascii", "ignore"),
     reason="this processor has no instructions for bf16",
 )
 def test_a_processor_with_the_instructions_uses_them() -> None:
-    assert not computes_in_fp32(CPU, torch.bfloat16) or "avx2" in os.environ.get("ATEN_CPU_CAPABILITY", "")
+    assert not computes_in_fp32(CPU, torch.bfloat16) or "avx2" in os.environ.get(
+        "ATEN_CPU_CAPABILITY", ""
+    )
 
 
 def test_only_a_cpu_computes_in_fp32() -> None:

@@ -1,4 +1,5 @@
-"""Queries and keys are rotated in the projection's memory, and the three gradients are joined in one tensor."""
+"""Queries and keys are rotated in the projection's memory, and the three gradients are joined in
+one tensor."""
 
 import pytest
 import torch
@@ -19,13 +20,17 @@ from tests.support.kernel_checks import (
 )
 
 B, S = 2, 3
-# Query heads, key heads, channels, rotated channels: groups, odd numbers, more heads than one program takes.
+# Query heads, key heads, channels, rotated channels: groups, odd numbers, more heads than one
+# program takes.
 WHOLLY = [(4, 4, 6, 6), (6, 2, 8, 8), (3, 1, 2, 2), (20, 5, 128, 128)]
 SIZES = [*WHOLLY, (4, 4, 6, 2), (6, 2, 8, 6), (3, 1, 7, 4), (2, 1, 9, 2), (5, 5, 80, 32)]
 
 
-def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor | None = None) -> Tensor:
-    """Rotate the first r channels by complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g, d)."""
+def formula(
+    x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """Rotate the first r channels by complex multiplication: (b, s, (n + 2 g) d) -> (b, s, n + 2 g,
+    d)."""
     parts = x.unflatten(-1, (n + 2 * g, -1))
     r = parts.shape[-1] if r is None else r
     positions = torch.arange(S, device=x.device) if positions is None else positions
@@ -33,13 +38,16 @@ def formula(x: Tensor, n: int, g: int, r: int | None = None, positions: Tensor |
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[..., None, :]
     heads = parts[:, :, : n + g]
     turned = torch.complex(heads[..., : r // 2], heads[..., r // 2 : r]) * turn
-    return torch.cat([torch.cat([turned.real, turned.imag, heads[..., r:]], -1), parts[:, :, n + g :]], 2)
+    return torch.cat(
+        [torch.cat([turned.real, turned.imag, heads[..., r:]], -1), parts[:, :, n + g :]], 2
+    )
 
 
 @implementations
 @pytest.mark.parametrize("rotary", [True, False])
 def test_gradients_may_have_any_strides(rotary: bool, triton: bool) -> None:
-    """Gradients may be laid out by position, by head, by channel, or be expanded, as attention or a sum leave them."""
+    """Gradients may be laid out by position, by head, by channel, or be expanded, as attention or a
+    sum leave them."""
     n = 4
     g = 2
     d = 6
@@ -53,7 +61,9 @@ def test_gradients_may_have_any_strides(rotary: bool, triton: bool) -> None:
     torch.autograd.backward(split_heads(x * 1, n, g, table, triton), grads)
     exact = x.detach().double().requires_grad_()
     parts = formula(exact, n, g) if rotary else exact.unflatten(-1, (n + 2 * g, d))
-    torch.autograd.backward([part.transpose(1, 2) for part in parts.split([n, g, g], 2)], [t.double() for t in grads])
+    torch.autograd.backward(
+        [part.transpose(1, 2) for part in parts.split([n, g, g], 2)], [t.double() for t in grads]
+    )
     assert x.grad is not None and exact.grad is not None
     close(x.grad, exact.grad, torch.float32)
 
@@ -65,7 +75,9 @@ def test_queries_keys_and_values_are_views_of_the_projection(triton: bool) -> No
     untouched = x.clone()
     for table in (None, rotary_table(S, 8, 100.0, x.device)):
         parts = split_heads(x, 4, 1, table, triton)
-        assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
+        assert {part.untyped_storage().data_ptr() for part in parts} == {
+            x.untyped_storage().data_ptr()
+        }
         assert torch.equal(x, untouched) == (table is None)
 
 
@@ -77,8 +89,11 @@ def in_one(x: Tensor, n: int, g: int, table: Table, triton: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "triton"), covering(SIZES, DTYPES, IMPLEMENTATIONS))
-def test_split_heads_rotates_queries_and_keys(sizes: tuple[int, ...], dtype: torch.dtype, triton: bool) -> None:
-    """Compare with complex multiplication, forward and backward; GPT-NeoX rotates only the first channels."""
+def test_split_heads_rotates_queries_and_keys(
+    sizes: tuple[int, ...], dtype: torch.dtype, triton: bool
+) -> None:
+    """Compare with complex multiplication, forward and backward; GPT-NeoX rotates only the first
+    channels."""
     n, g, d, r = sizes
     x, table = randn(B, S, (n + 2 * g) * d).to(DEVICE), rotary_table(9, r, 100.0, DEVICE)
     compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r), [x], [], dtype)
@@ -87,7 +102,8 @@ def test_split_heads_rotates_queries_and_keys(sizes: tuple[int, ...], dtype: tor
 @implementations
 @pytest.mark.parametrize("r", [8, 4])
 def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
-    """A table may have a row for every token of a batch, or begin at a later position, as in generation."""
+    """A table may have a row for every token of a batch, or begin at a later position, as in
+    generation."""
     n = 3
     g = 1
     d = 8
@@ -95,9 +111,21 @@ def test_tokens_may_be_at_any_positions(r: int, triton: bool) -> None:
     cos, sin = angle_table(100.0 ** (-torch.arange(0, r, 2, device=DEVICE) / r), 50)
     positions = torch.tensor([[7, 8, 49], [0, 3, 1]], device=DEVICE)
     table = (cos[positions], sin[positions])
-    compare(lambda x: in_one(x, n, g, table, triton), lambda x: formula(x, n, g, r, positions), [x], [], torch.float32)
+    compare(
+        lambda x: in_one(x, n, g, table, triton),
+        lambda x: formula(x, n, g, r, positions),
+        [x],
+        [],
+        torch.float32,
+    )
     late, later = (cos[11:], sin[11:]), torch.arange(11, 11 + S, device=DEVICE)
-    compare(lambda x: in_one(x, n, g, late, triton), lambda x: formula(x, n, g, r, later), [x], [], torch.float32)
+    compare(
+        lambda x: in_one(x, n, g, late, triton),
+        lambda x: formula(x, n, g, r, later),
+        [x],
+        [],
+        torch.float32,
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -1,4 +1,5 @@
-"""Collectives of hidden states: each is the backward pass of the other, products begin early, one rank needs none."""
+"""Collectives of hidden states: each is the backward pass of the other, products begin early, one
+rank needs none."""
 
 from __future__ import annotations
 
@@ -42,12 +43,18 @@ def split_pass(ranks: ThreadRank) -> tuple[Tensor, ...]:
     collectives = collectives_over(ranks.tensor, splits_tokens=True)
     residual = randn(ranks.rank, 1, B * S // ranks.world_size, H)
     parts = randn(10 + ranks.rank, B, S, H)
-    return residual, collectives.start_gather(residual).wait(), parts, collectives.start_reduce(parts.clone()).wait()
+    return (
+        residual,
+        collectives.start_gather(residual).wait(),
+        parts,
+        collectives.start_reduce(parts.clone()).wait(),
+    )
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_gather_and_reduce_of_split_tokens_are_adjoint(ranks: int) -> None:
-    """Over all ranks, <gather(x), y> = <x, reduce(y)>; a gather has the tokens in order, a reduction the sums."""
+    """Over all ranks, <gather(x), y> = <x, reduce(y)>; a gather has the tokens in order, a
+    reduction the sums."""
     found = on_threads(1, ranks, split_pass)
     tokens = torch.cat([residual for residual, *_ in found], dim=1)
     total = sum(parts for _, _, parts, _ in found).view(1, B * S, H)
@@ -63,7 +70,11 @@ def test_gather_and_reduce_of_split_tokens_are_adjoint(ranks: int) -> None:
 def replicated_pass(ranks: ThreadRank) -> tuple[Tensor, Tensor, bool]:
     collectives = collectives_over(ranks.tensor, splits_tokens=False)
     parts, residual = randn(ranks.rank, B, S, H), randn(7, B, S, H)
-    return parts, collectives.start_reduce(parts.clone()).wait(), collectives.start_gather(residual).wait() is residual
+    return (
+        parts,
+        collectives.start_reduce(parts.clone()).wait(),
+        collectives.start_gather(residual).wait() is residual,
+    )
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -101,8 +112,8 @@ def seeds_of(ranks: ThreadRank, seed: int | None) -> tuple[int | None, int | Non
 
 
 def test_dropout_masks_are_equal_where_values_are() -> None:
-    """Masks of replicated tokens are those of one rank. Those of split tokens and heads differ, and agree in as many
-    places as chance wants; without a seed there is none."""
+    """Masks of replicated tokens are those of one rank. Those of split tokens and heads differ, and
+    agree in as many places as chance wants; without a seed there is none."""
     p, size = 0.3, 20_000
     found = on_threads(1, 4, seeds_of, 1234)
     assert [replicated for replicated, _, _ in found] == [1234] * 4
@@ -118,7 +129,8 @@ def test_dropout_masks_are_equal_where_values_are() -> None:
 
 
 class SlowGroup:
-    """A rank whose gathers bring the others' tokens when it waits; until then their places hold NaN."""
+    """A rank whose gathers bring the others' tokens when it waits; until then their places hold
+    NaN."""
 
     world_size = SLOW_RANKS
 
@@ -149,7 +161,9 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     events: list[str] = []
     for name in ("affine", "product"):
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1])
+        monkeypatch.setattr(
+            module, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1]
+        )
     collectives = collectives_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
     own = x[rank * TOKENS : (rank + 1) * TOKENS]
 
@@ -161,11 +175,18 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
 
     events.clear()
     gathering = collectives.start_gather(own)
-    torch.testing.assert_close(gathering.times(weight.t()), product(x, weight), rtol=1e-5, atol=1e-6)
-    assert torch.equal(gathering.wait(), x) and events[:2] == ["multiply", "wait"] and events.count("wait") == 1
+    torch.testing.assert_close(
+        gathering.times(weight.t()), product(x, weight), rtol=1e-5, atol=1e-6
+    )
+    assert (
+        torch.equal(gathering.wait(), x)
+        and events[:2] == ["multiply", "wait"]
+        and events.count("wait") == 1
+    )
 
 
-# -- products that are reduced in two halves --------------------------------------------------------------------------
+# -- products that are reduced in two halves
+# --------------------------------------------------------------------------
 
 
 class Seen(threading.local):
@@ -194,12 +215,20 @@ class Watched(LateGroup):
 
 
 def reduced_product(
-    ranks: ThreadRank, seen: Seen, splits_tokens: bool, tokens: int, dtype: torch.dtype, biased: bool
+    ranks: ThreadRank,
+    seen: Seen,
+    splits_tokens: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    biased: bool,
 ) -> tuple[Any, ...]:
     """Return a rank's product, its part of the sums, and what it has done."""
     group, generator = Watched(ranks.tensor, seen), torch.Generator().manual_seed(ranks.rank)
     collectives = collectives_over(group, splits_tokens, in_halves=True)  # type: ignore[arg-type]
-    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(dtype) for shape in ((1, tokens, 8), (H, 8)))
+    x, weight = (
+        torch.randint(-2, 3, shape, generator=generator).to(dtype)
+        for shape in ((1, tokens, 8), (H, 8))
+    )
     bias = torch.arange(H).to(dtype) if biased else None
     reduced = collectives.reduced_affine(Pending(x), weight, bias)
     return affine(x, weight, bias if ranks.rank == 0 else None), reduced, seen.events
@@ -209,22 +238,34 @@ def reduced_product(
 @pytest.mark.parametrize(("ranks", "tokens"), [(2, 2), (2, 18), (3, 21), (4, 36)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_halves_are_summed_while_the_others_are_multiplied(
-    ranks: int, tokens: int, splits_tokens: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    tokens: int,
+    splits_tokens: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sums of integers are exact; twice as many collectives send as many bytes; one rank adds the bias."""
+    """Sums of integers are exact; twice as many collectives send as many bytes; one rank adds the
+    bias."""
     seen = Seen()
-    monkeypatch.setattr(module, "affine", lambda *given: (seen.events.append("multiply"), affine(*given))[1])
+    monkeypatch.setattr(
+        module, "affine", lambda *given: (seen.events.append("multiply"), affine(*given))[1]
+    )
     for fewest, halves in ((tokens, 2), (tokens + 1, 1)):
         monkeypatch.setattr(module, "FEWEST_TOKENS", fewest)
         for biased in (False, True):
-            found = on_threads(1, ranks, reduced_product, seen, splits_tokens, tokens, dtype, biased)
+            found = on_threads(
+                1, ranks, reduced_product, seen, splits_tokens, tokens, dtype, biased
+            )
             total = torch.stack([product for product, *_ in found]).sum(dim=0)
             parts = total.chunk(ranks, dim=1) if splits_tokens else [total] * ranks
             for (_, reduced, events), part in zip(found, parts, strict=True):
                 assert torch.equal(reduced, part)
                 sizes = [event for event in events if isinstance(event, int)]
                 assert len(sizes) == halves and sum(sizes) == total.nbytes
-                assert events == [*(event for size in sizes for event in ("multiply", size)), *["wait"] * halves]
+                assert events == [
+                    *(event for size in sizes for event in ("multiply", size)),
+                    *["wait"] * halves,
+                ]
 
 
 @pytest.mark.parametrize("splits_tokens", [False, True])
@@ -232,11 +273,16 @@ def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
     values = randn(0, B, S, H)
     assert collectives is ONE_RANK
-    for result in (collectives.start_gather(values).wait(), collectives.start_reduce(values).wait()):
+    for result in (
+        collectives.start_gather(values).wait(),
+        collectives.start_reduce(values).wait(),
+    ):
         assert result is values
     assert collectives.own(values) is values and collectives.total(values) is values
     assert collectives.seed(3) == split_seed(3, 0) == 3
     weight = randn(1, 4, H)
     gathering, bias = collectives.start_gather(values), randn(2, 4)
     assert torch.equal(gathering.affine(weight, None), affine(values, weight))
-    assert torch.equal(collectives.reduced_affine(gathering, weight, bias), affine(values, weight, bias))
+    assert torch.equal(
+        collectives.reduced_affine(gathering, weight, bias), affine(values, weight, bias)
+    )

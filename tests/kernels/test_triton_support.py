@@ -9,7 +9,20 @@ from tests.support.kernel_checks import DEVICE, needs_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # No denormal bf16 numbers: the interpreter misreads them.
-SPECIAL = [0.0, -0.0, 1.2e-38, -6e-8, 65504.0, 65519.9, 65520.0, 3.39e38, 3.4e38, torch.inf, -torch.inf, torch.nan]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.2e-38,
+    -6e-8,
+    65504.0,
+    65519.9,
+    65520.0,
+    3.39e38,
+    3.4e38,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+]
 BLOCK = 1024
 
 
@@ -18,9 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def values(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return values of all sizes, including ties of bf16 and, if there is room, the special ones."""
+    """Return values of all sizes, including ties of bf16 and, if there is room, the special
+    ones."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator) * 8)
+    drawn = torch.randn(numel, generator=generator) * torch.exp(
+        torch.randn(numel, generator=generator) * 8
+    )
     bits = drawn.view(torch.int32)
     bits[::3] = (bits[::3] & -0x10000) | 0x8000
     if numel > len(SPECIAL):
@@ -32,7 +48,9 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Whether all bits are equal, apart from the payload of NaN."""
     assert ours.dtype == theirs.dtype
     integers = torch.int32 if ours.itemsize == 4 else torch.int16
-    return bool(((ours.view(integers) == theirs.view(integers)) | (ours.isnan() & theirs.isnan())).all())
+    return bool(
+        ((ours.view(integers) == theirs.view(integers)) | (ours.isnan() & theirs.isnan())).all()
+    )
 
 
 @jit
@@ -44,10 +62,14 @@ def _narrow_kernel(target_ptr, source_ptr, numel, BLOCK: tl.constexpr) -> None: 
 
 
 @needs_triton
-def test_kernels_fuse_products_and_sums_whatever_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_fuse_products_and_sums_whatever_the_version_of_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A changed default would change results."""
     launched: list[dict[str, object]] = []
-    monkeypatch.setattr(type(_narrow_kernel), "run", lambda *_, **options: launched.append(options), raising=False)
+    monkeypatch.setattr(
+        type(_narrow_kernel), "run", lambda *_, **options: launched.append(options), raising=False
+    )
     narrowed(torch.ones(1, device=DEVICE), torch.bfloat16)
     assert [options["enable_fp_fusion"] for options in launched] == [True]
 

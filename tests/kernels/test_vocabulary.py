@@ -1,4 +1,5 @@
-"""Rows of the vocabulary on several ranks: look-ups, labels, and sums that extreme logits do not spoil."""
+"""Rows of the vocabulary on several ranks: look-ups, labels, and sums that extreme logits do not
+spoil."""
 
 from typing import Any, cast
 
@@ -9,7 +10,12 @@ from torch.nn import functional
 
 from megatron_lite.kernels.cross_entropy import linear_cross_entropy
 from megatron_lite.kernels.embedding import embedding
-from megatron_lite.kernels.tensor_collectives import SplitVocabulary, Vocabulary, collectives_over, vocabulary_over
+from megatron_lite.kernels.tensor_collectives import (
+    SplitVocabulary,
+    Vocabulary,
+    collectives_over,
+    vocabulary_over,
+)
 from megatron_lite.parameter import Parameter
 from tests.support.thread_ranks import ThreadRank, on_threads
 
@@ -18,7 +24,9 @@ INF = float("inf")
 SIZES = [(2, 10, 5), (2, 9, 5), (3, 61, 24), (4, 61, 16), (4, 13, 4), (2, 17, 16)]
 
 
-def vocabulary_of(ranks: ThreadRank, size: int, rows: int, splits_tokens: bool = False) -> Vocabulary:
+def vocabulary_of(
+    ranks: ThreadRank, size: int, rows: int, splits_tokens: bool = False
+) -> Vocabulary:
     return vocabulary_over(ranks.tensor, collectives_over(ranks.tensor, splits_tokens), size, rows)
 
 
@@ -30,12 +38,18 @@ def rows_and_labels(ranks: ThreadRank, size: int, rows: int) -> tuple[Any, ...]:
     vocabulary = vocabulary_of(ranks, size, rows)
     tokens = torch.arange(size).view(1, -1)
     found, absent = vocabulary.rows(tokens)
-    return found, absent, vocabulary.labels(torch.cat([tokens, torch.full_like(tokens, -1)])), vocabulary.is_split
+    return (
+        found,
+        absent,
+        vocabulary.labels(torch.cat([tokens, torch.full_like(tokens, -1)])),
+        vocabulary.is_split,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "size", "rows"), SIZES)
 def test_each_token_is_on_one_rank(ranks: int, size: int, rows: int) -> None:
-    """Rows stay inside the table without its padding; labels of others are beyond it, masked ones below zero."""
+    """Rows stay inside the table without its padding; labels of others are beyond it, masked ones
+    below zero."""
     found = on_threads(1, ranks, rows_and_labels, size, rows)
     present = torch.stack([~absent for _, absent, _, _ in found])
     assert bool((present.sum(dim=0) == 1).all())
@@ -44,7 +58,9 @@ def test_each_token_is_on_one_rank(ranks: int, size: int, rows: int) -> None:
         assert is_split and int(looked_up.min()) >= 0 and int(looked_up.max()) < held
         assert torch.equal((looked_up + rank * rows)[~absent], torch.arange(size)[~absent[0]])
         inside, masked = labels[:size], labels[size:]
-        assert torch.equal(inside[~absent[0]], looked_up[~absent]) and bool((inside[absent[0]] >= held).all())
+        assert torch.equal(inside[~absent[0]], looked_up[~absent]) and bool(
+            (inside[absent[0]] >= held).all()
+        )
         assert bool((masked < 0).all())
 
 
@@ -53,7 +69,8 @@ def test_a_group_of_one_has_the_whole_vocabulary() -> None:
     assert type(found) is Vocabulary
 
 
-# Sums over the entries of each of two ranks -> over all, and logits of the label (0 where another rank has it).
+# Sums over the entries of each of two ranks -> over all, and logits of the label (0 where another
+# rank has it).
 JOINS: dict[str, tuple[list[float], float]] = {
     "equal": ([1.0, 1.0], 1.0 + 0.6931471805599453),
     "one has next to nothing": ([3.0, -3.0e38], 3.0),
@@ -79,11 +96,16 @@ def test_sums_are_joined_whatever_their_size(order: int) -> None:
     """To the bit on all ranks; not-a-number stays."""
     (lse, at_label), other = on_threads(1, 2, join, order)
     assert torch.equal(lse[:-1], other[0][:-1]) and torch.equal(at_label, other[1])
-    torch.testing.assert_close(lse[:-1], torch.tensor([total for _, total in JOINS.values()]), rtol=1e-6, atol=1e-7)
-    assert bool(lse[-1].isnan()) and torch.equal(at_label, torch.arange(len(lse), dtype=torch.float32))
+    torch.testing.assert_close(
+        lse[:-1], torch.tensor([total for _, total in JOINS.values()]), rtol=1e-6, atol=1e-7
+    )
+    assert bool(lse[-1].isnan()) and torch.equal(
+        at_label, torch.arange(len(lse), dtype=torch.float32)
+    )
 
 
-# -- embedding and head -----------------------------------------------------------------------------------------------
+# -- embedding and head
+# -----------------------------------------------------------------------------------------------
 
 
 def parameter(values: Tensor) -> Parameter:
@@ -106,8 +128,11 @@ def look_up(
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("ranks", "size", "rows"), SIZES)
-def test_embeddings_and_their_gradients_are_those_of_one_table(ranks: int, size: int, rows: int, split: bool) -> None:
-    """To the bit: each token is on one rank only, and its gradients are added in the order of the tokens."""
+def test_embeddings_and_their_gradients_are_those_of_one_table(
+    ranks: int, size: int, rows: int, split: bool
+) -> None:
+    """To the bit: each token is on one rank only, and its gradients are added in the order of the
+    tokens."""
     generator = torch.Generator().manual_seed(size)
     weight = torch.randn(size, 6, generator=generator)
     tokens = torch.randint(size, (4, 12), generator=generator)
@@ -121,12 +146,19 @@ def test_embeddings_and_their_gradients_are_those_of_one_table(ranks: int, size:
 
 
 def head(
-    ranks: ThreadRank, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, options: dict[str, Any]
+    ranks: ThreadRank,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: int,
+    options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     table, x = parameter(local(weight, ranks.rank, rows)), hidden.clone().requires_grad_()
     vocabulary = vocabulary_of(ranks, len(weight), rows)
     scale = torch.tensor(0.25)
-    loss = linear_cross_entropy(x, table, labels, scale, vocabulary=vocabulary, **{"chunk_tokens": 5, **options})
+    loss = linear_cross_entropy(
+        x, table, labels, scale, vocabulary=vocabulary, **{"chunk_tokens": 5, **options}
+    )
     loss.backward()
     assert x.grad is not None
     return loss.detach(), x.grad, table.main_grad
@@ -145,8 +177,11 @@ EXTREMES: dict[str, tuple[float, dict[str, Any]]] = {  # size of the logits
 
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize(("ranks", "size", "rows"), SIZES[1:3])
-def test_losses_and_gradients_are_those_of_one_table(ranks: int, size: int, rows: int, extreme: str) -> None:
-    """Against torch in float64, with labels on one rank only, masked ones, and logits that no exponential holds."""
+def test_losses_and_gradients_are_those_of_one_table(
+    ranks: int, size: int, rows: int, extreme: str
+) -> None:
+    """Against torch in float64, with labels on one rank only, masked ones, and logits that no
+    exponential holds."""
     largest, options = EXTREMES[extreme]
     generator = torch.Generator().manual_seed(size)
     hidden = torch.randn(24, 8, generator=generator)
@@ -168,7 +203,9 @@ def test_losses_and_gradients_are_those_of_one_table(ranks: int, size: int, rows
     loss = loss + options.get("z_loss", 0.0) * logits[kept].logsumexp(-1).square().sum()
     loss.backward()
     assert x.grad is not None and w.grad is not None
-    for rank, (found, dx, dw) in enumerate(on_threads(1, ranks, head, hidden, weight, labels, rows, options)):
+    for rank, (found, dx, dw) in enumerate(
+        on_threads(1, ranks, head, hidden, weight, labels, rows, options)
+    ):
         torch.testing.assert_close(found.double(), loss.detach(), rtol=2e-6, atol=1e-4)
         for value, exact in ((dx, x.grad), (dw, local(w.grad, rank, rows))):
             size_of = max(float(exact.abs().max()), float(w.grad.abs().max()) * 1e-3)

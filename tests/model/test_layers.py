@@ -1,4 +1,5 @@
-"""The chain of layers as the engine sees it: names, and gradients of a model that is trained in part."""
+"""The chain of layers as the engine sees it: names, and gradients of a model that is trained in
+part."""
 
 import random
 import sys
@@ -33,19 +34,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "every norm": {"qk_layernorm": True, "hybrid_norm": True, "input_embedding_norm": True, **BOTH},
 }
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
-by_interpreter = pytest.mark.skipif(not is_interpreted(), reason="kernels run natively here: tests/test_gpu.py")
+by_interpreter = pytest.mark.skipif(
+    not is_interpreted(), reason="kernels run natively here: tests/test_gpu.py"
+)
 
 
 def build(
     architecture: str, is_frozen: Callable[[str], bool], **options: Any
 ) -> tuple[list[Layer], dict[str, Parameter]]:
     """Layers with memory, the same values every time; gradients of what is trained start as NaN."""
-    layers = layers_of(tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options}))
+    layers = layers_of(
+        tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options})
+    )
     parameters = {}
     for module in (module for layer in layers for module in layer.modules()):
         for attribute, declared in list(module.named_parameters(recurse=False)):
             spec = cast(Parameter, declared).spec
-            values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(parameters)))
+            values = torch.randn(
+                spec.shape, generator=torch.Generator().manual_seed(len(parameters))
+            )
             made = empty_gradient(0.1 * values, trained=not is_frozen(spec.name))
             setattr(module, attribute, made)
             parameters[spec.name] = made
@@ -76,12 +83,17 @@ def run(
     return hidden
 
 
-def gradients(architecture: str, is_frozen: Callable[[str], bool], **options: Any) -> dict[str, Tensor]:
+def gradients(
+    architecture: str, is_frozen: Callable[[str], bool], **options: Any
+) -> dict[str, Tensor]:
     """Name -> gradient of every parameter that is trained."""
     layers, parameters = build(architecture, is_frozen, **options)
     run(layers).backward()
     trained = {name: parameter for name, parameter in parameters.items() if not is_frozen(name)}
-    assert all(hasattr(parameter, "main_grad") == (name in trained) for name, parameter in parameters.items())
+    assert all(
+        hasattr(parameter, "main_grad") == (name in trained)
+        for name, parameter in parameters.items()
+    )
     return {name: parameter.main_grad for name, parameter in trained.items()}
 
 
@@ -115,14 +127,20 @@ PATTERNS = (
 
 @architectures
 def test_freezing_a_part_changes_no_gradient_of_the_rest(architecture: str) -> None:
-    """The gradients of what is trained are bit for bit those of the model trained whole; the rest has none.
+    """The gradients of what is trained are bit for bit those of the model trained whole; the rest
+    has none.
 
     Whole parts, and thirty choices drawn at random, each with a random level of recomputation.
     """
     whole = gradients(architecture, lambda name: False)
     generator = random.Random(1)
-    choices = [{name for name in whole if any(fnmatch(name, pattern) for pattern in some)} for some in PATTERNS]
-    choices += [set(generator.sample(sorted(whole), generator.randrange(1, len(whole)))) for _ in range(30)]
+    choices = [
+        {name for name in whole if any(fnmatch(name, pattern) for pattern in some)}
+        for some in PATTERNS
+    ]
+    choices += [
+        set(generator.sample(sorted(whole), generator.randrange(1, len(whole)))) for _ in range(30)
+    ]
     for frozen in choices:
         level = generator.choice(["none", "activation", "full"])
         part = gradients(architecture, frozen.__contains__, mlp_recompute_level=level)
@@ -134,7 +152,8 @@ def test_freezing_a_part_changes_no_gradient_of_the_rest(architecture: str) -> N
 def plain_gradients(
     architecture: str, labels: Tensor, z_loss: float, scale: float, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Summed loss and its gradients by torch alone, from the same weights; labels below zero are left out."""
+    """Summed loss and its gradients by torch alone, from the same weights; labels below zero are
+    left out."""
     _, parameters = build(architecture, lambda name: False, **options)
     config = tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options})
     model = PlainGPT(config.model)
@@ -160,12 +179,19 @@ LOSSES = [
 @pytest.mark.parametrize(("architecture", "size", "splits", "kernel"), LOSSES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_the_z_loss_and_masked_labels_are_those_of_plain_torch(
-    architecture: str, splits: int | None, size: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    splits: int | None,
+    size: int | None,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The loss and every gradient, with half of a sample and a whole one masked; an evaluation has no z-loss."""
+    """The loss and every gradient, with half of a sample and a whole one masked; an evaluation has
+    no z-loss."""
     if kernel == "triton":
         monkeypatch.setattr(sys.modules[__name__], "LENGTH", 7)
-    options = dict(cross_entropy_splits=splits, cross_entropy_block_size=size, cross_entropy_impl=kernel)
+    options = dict(
+        cross_entropy_splits=splits, cross_entropy_block_size=size, cross_entropy_impl=kernel
+    )
     layers, parameters = build(architecture, lambda name: False, logit_z_loss=0.3, **options)
     labels = some_tokens()[:, 1:].clone()
     labels[0, 5:] = labels[2] = -1
@@ -175,7 +201,9 @@ def test_the_z_loss_and_masked_labels_are_those_of_plain_torch(
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
         largest = float(gradient.abs().max())
-        assert float((parameters[name].main_grad - gradient).abs().max()) <= 2e-5 * largest + 1e-6, name
+        assert (
+            float((parameters[name].main_grad - gradient).abs().max()) <= 2e-5 * largest + 1e-6
+        ), name
     without, _ = plain_gradients(architecture, labels, 0.0, 0.5)
     torch.testing.assert_close(run(layers, None, labels).detach(), without, rtol=1e-6, atol=0)
     assert abs(float(expected - without)) > 10
@@ -183,21 +211,37 @@ def test_the_z_loss_and_masked_labels_are_those_of_plain_torch(
 
 ATTENTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "attention_softmax_in_fp32": True}),
-    ("llama", {"rotary_percent": 0.5, "rope_type": "linear", "rope_factor": 3.0, "rotary_base": 30.0}),
-    ("llama", {"rotary_percent": 0.4, "kv_channels": 11, "scale_attn_by_inverse_layer_idx": True, "window_size": 5}),
+    (
+        "llama",
+        {"rotary_percent": 0.5, "rope_type": "linear", "rope_factor": 3.0, "rotary_base": 30.0},
+    ),
+    (
+        "llama",
+        {
+            "rotary_percent": 0.4,
+            "kv_channels": 11,
+            "scale_attn_by_inverse_layer_idx": True,
+            "window_size": 5,
+        },
+    ),
 ]
 
 
 @pytest.mark.parametrize(("architecture", "options"), ATTENTIONS, ids=str)
-def test_options_of_attention_are_those_of_plain_torch(architecture: str, options: dict[str, Any]) -> None:
-    """Loss and every gradient: a part of the channels rotated, stretched positions, scores divided by the layer."""
+def test_options_of_attention_are_those_of_plain_torch(
+    architecture: str, options: dict[str, Any]
+) -> None:
+    """Loss and every gradient: a part of the channels rotated, stretched positions, scores divided
+    by the layer."""
     layers, parameters = build(architecture, lambda name: False, **options)
     for name, parameter in parameters.items():
         if name.endswith("query_key_value.weight"):
             parameter.data *= 10  # scores that tell positions apart
     loss = run(layers)
     loss.backward()
-    model = PlainGPT(tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options}).model)
+    model = PlainGPT(
+        tiny_config(**{**ARCHITECTURES[architecture], "sequence_length": LENGTH, **options}).model
+    )
     model.load({name: parameter.detach().numpy() for name, parameter in parameters.items()})
     expected = 3 * LENGTH * model.loss(some_tokens())
     (0.5 * expected).backward()
@@ -209,16 +253,25 @@ def test_options_of_attention_are_those_of_plain_torch(architecture: str, option
 
 
 @pytest.mark.parametrize("option", ["hidden_dropout", "attention_dropout", "embedding_dropout"])
-@pytest.mark.parametrize("more", [{}, {"recompute_layers": 2}, {"mlp_recompute_level": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"recompute_layers": 2}, {"mlp_recompute_level": "full"}], ids=str
+)
 @architectures
-def test_each_dropout_drops_in_training_alone(architecture: str, more: dict[str, Any], option: str) -> None:
-    """Its seed decides, in training; without one nothing is dropped; the others drop nothing of their own."""
+def test_each_dropout_drops_in_training_alone(
+    architecture: str, more: dict[str, Any], option: str
+) -> None:
+    """Its seed decides, in training; without one nothing is dropped; the others drop nothing of
+    their own."""
     plain, _ = build(architecture, lambda name: False)
-    dropped = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0} | {option: 0.3}
+    dropped = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0} | {
+        option: 0.3
+    }
     layers, _ = build(architecture, lambda name: False, **dropped, **more)
     losses = [float(run(layers, dropout_seed=seed).detach()) for seed in (1, 1, 2, None)]
     assert losses[0] == losses[1] != losses[2] and losses[3] not in losses[:3]
-    assert losses[3] == pytest.approx(float(run(plain).detach()), rel=1e-6)  # by another backend of attention
+    assert losses[3] == pytest.approx(
+        float(run(plain).detach()), rel=1e-6
+    )  # by another backend of attention
 
 
 @architectures
@@ -229,7 +282,9 @@ def test_a_weight_multiplies_the_loss_and_no_gradient(architecture: str) -> None
         layers, parameters = build(architecture, lambda name: False)
         loss = run(layers, loss_weight=weight)
         loss.backward()
-        results.append((loss.item() / weight, [parameter.main_grad for parameter in parameters.values()]))
+        results.append(
+            (loss.item() / weight, [parameter.main_grad for parameter in parameters.values()])
+        )
     (first, ones), (second, others) = results
     assert first == pytest.approx(second, rel=1e-12) and all(map(torch.equal, ones, others))
 
@@ -244,7 +299,8 @@ def test_a_model_in_inference_keeps_nothing_and_computes_no_gradient(architectur
 
 @architectures
 def test_each_recomputation_level_keeps_less_by_the_stated_bytes(architecture: str) -> None:
-    """Over the whole model: per block and level, tokens x ffn_hidden_size values (three times that when gated)."""
+    """Over the whole model: per block and level, tokens x ffn_hidden_size values (three times that
+    when gated)."""
     kept: dict[str, int] = {}
     for level in ("none", "activation", "full"):
         layers, _ = build(architecture, lambda name: False, mlp_recompute_level=level)
@@ -266,26 +322,36 @@ def test_each_recomputation_level_keeps_less_by_the_stated_bytes(architecture: s
 
 @by_interpreter
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt2" else []) for name in ARCHITECTURES]
+    "architecture",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "gpt2" else [])
+        for name in ARCHITECTURES
+    ],
 )
 def test_triton_kernels_give_the_gradients_of_the_references(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of one block with every kernel that there is, and with the references: to rounding."""
+    """A model of one block with every kernel that there is, and with the references: to
+    rounding."""
     monkeypatch.setattr(sys.modules[__name__], "LENGTH", 5)
     options = dict(mlp_recompute_level="activation", num_layers=1)
     references = gradients(architecture, lambda name: False, **options)
     kernels = gradients(architecture, lambda name: False, enable_triton_kernels=True, **options)
     assert kernels.keys() == references.keys()
     for name, gradient in kernels.items():
-        assert float((gradient - references[name]).abs().max()) <= 2e-5 * float(references[name].abs().max()), name
+        assert float((gradient - references[name]).abs().max()) <= 2e-5 * float(
+            references[name].abs().max()
+        ), name
 
 
 def test_dropout() -> None:
     x = torch.ones(100, 100, requires_grad=True)
     y = dropout(x, 0.25, seed=3)
     y.sum().backward()
-    assert set(y.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75))} and torch.equal(x.grad, y)
+    assert set(y.detach().unique().tolist()) == {
+        0.0,
+        float(torch.tensor(1 / 0.75)),
+    } and torch.equal(x.grad, y)
     assert abs(float((y == 0).float().mean()) - 0.25) < 0.02
     assert torch.equal(dropout(x, 0.25, seed=3), y) and not torch.equal(dropout(x, 0.25, seed=4), y)
     assert dropout(x, 0.25, None) is x and dropout(x, 0.0, 3) is x

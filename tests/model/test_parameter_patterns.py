@@ -1,4 +1,5 @@
-"""Weight decay: which parameters each mask and pattern selects, that exactly those decay, and what is said of it."""
+"""Weight decay: which parameters each mask and pattern selects, that exactly those decay, and what
+is said of it."""
 
 import re
 import shutil
@@ -41,22 +42,35 @@ def decayed(**options: Any) -> list[str]:
     return [spec.name for spec in specs if spec.weight_decay]
 
 
-# -- masks -----------------------------------------------------------------------------------------------------------
+# -- masks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def levanter_decays(name: str) -> bool:
-    """Levanter's own rule, on the path of classes that it would see: its LayerNorm, Embedding and Linear modules."""
+    """Levanter's own rule, on the path of classes that it would see: its LayerNorm, Embedding and
+    Linear modules."""
     module, leaf = name.rsplit(".", 1)
-    kind = "LayerNorm" if "norm" in module else "Embedding" if module.startswith("embedding") else "Linear"
-    return re.search("LayerNorm|RMSNorm|RmsNorm|Embedding", f"{kind}.{leaf}") is None and not name.endswith("bias")
+    kind = (
+        "LayerNorm"
+        if "norm" in module
+        else "Embedding"
+        if module.startswith("embedding")
+        else "Linear"
+    )
+    return re.search(
+        "LayerNorm|RMSNorm|RmsNorm|Embedding", f"{kind}.{leaf}"
+    ) is None and not name.endswith("bias")
 
 
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_masks(options: Options) -> None:
-    """Fast-LLM: all but norms and biases, also unasked; Levanter: its rule, a tied head is the embedding; off: all."""
+    """Fast-LLM: all but norms and biases, also unasked; Levanter: its rule, a tied head is the
+    embedding; off: all."""
     every = names(options)
     matrices = [name for name in every if "norm" not in name and not name.endswith("bias")]
-    assert decayed(**options) == decayed(weight_decay_default_mask="fast_llm", **options) == matrices
+    assert (
+        decayed(**options) == decayed(weight_decay_default_mask="fast_llm", **options) == matrices
+    )
     by_levanter = decayed(weight_decay_default_mask="levanter", **options)
     assert by_levanter == [name for name in every if levanter_decays(name)]
     assert ("head.output.weight" in by_levanter) == (not options.get("tie_word_embeddings", True))
@@ -70,11 +84,16 @@ CASES: list[Options] = [
     {"weight_decay_modules": ("*.mlp.*.bias", "regex:head")},
     {"weight_decay_modules": ("head.norm",), "weight_decay_default_mask": "levanter"},
 ]
-UNTIED: Options = {"tie_word_embeddings": False, "random_bias_init": True, "layer_norm_init_range": 0.1}
+UNTIED: Options = {
+    "tie_word_embeddings": False,
+    "random_bias_init": True,
+    "layer_norm_init_range": 0.1,
+}
 
 
 def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, np.ndarray]]:
-    """The common start, then the weights after one update of each run; their gradients are the same."""
+    """The common start, then the weights after one update of each run; their gradients are the
+    same."""
     weights = [full_weights(Engine(distributed, runs[0]).model)]
     for options in runs:
         engine = Engine(distributed, options)
@@ -84,7 +103,8 @@ def one_update(distributed: Distributed, runs: list[Options]) -> list[dict[str, 
 
 
 def test_exactly_the_selected_decay() -> None:
-    """Against the update without decay: a selected weight lost lr * weight_decay of itself, every other not a bit.
+    """Against the update without decay: a selected weight lost lr * weight_decay of itself, every
+    other not a bit.
 
     By every optimizer on two ranks, with two of the cases each, ZeRO 1 and 3.
     """
@@ -92,7 +112,9 @@ def test_exactly_the_selected_decay() -> None:
     for number, optimizer in enumerate(OPTIMIZERS):
         runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.0})
         for stage, case in zip((1, 3), CASES[number % 2 :: 2], strict=True):
-            runs.append({**UNTIED, "optimizer": optimizer, "weight_decay": 0.3, "zero_stage": stage, **case})
+            runs.append(
+                {**UNTIED, "optimizer": optimizer, "weight_decay": 0.3, "zero_stage": stage, **case}
+            )
     initial, *found = run_distributed(2, one_update, runs)[0]
     plain = found[0]
     for options, weights in zip(runs, found, strict=True):
@@ -103,13 +125,16 @@ def test_exactly_the_selected_decay() -> None:
         for name, weight in weights.items():
             if name in expected:
                 lost = 1e-2 * 0.3 * initial[name]
-                np.testing.assert_allclose(weight, plain[name] - lost, rtol=0, atol=1e-6, err_msg=f"{options}: {name}")
+                np.testing.assert_allclose(
+                    weight, plain[name] - lost, rtol=0, atol=1e-6, err_msg=f"{options}: {name}"
+                )
                 assert not lost.any() or np.abs(weight - plain[name]).max() > 1e-5, name
             else:
                 assert np.array_equal(weight, plain[name]), (options, name)
 
 
-# -- patterns --------------------------------------------------------------------------------------------------------
+# -- patterns
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_patterns_alone_and_beside_a_mask() -> None:
@@ -131,20 +156,29 @@ def test_patterns_alone_and_beside_a_mask() -> None:
         ("blocks.?.mlp.up.*", r"blocks\.\d\.mlp\.up\."),
         ("mlp", r".*mlp"),  # neither a name nor a prefix: any part of names, mlp_norm included
         ("on.out", r".*on\.out"),
-        ("regex:.*mlp.*weight|.*attention.*weight|.*word", r".*mlp.*weight|.*attention.*weight|.*word"),
+        (
+            "regex:.*mlp.*weight|.*attention.*weight|.*word",
+            r".*mlp.*weight|.*attention.*weight|.*word",
+        ),
         ("regex:blocks", r"blocks"),  # from the beginning on, but not to the end
     ],
 )
 def test_a_pattern_selects_these_weights(pattern: str, expression: str) -> None:
-    """A name, a prefix, wildcards, else a part of names; `regex:` as in Levanter from the beginning."""
+    """A name, a prefix, wildcards, else a part of names; `regex:` as in Levanter from the
+    beginning."""
     every = names({"num_layers": 12})
     expected = [name for name in every if re.match(expression, name)]
     assert 0 < len(expected) < len(every)
-    assert selected(DECAY, pattern, every) == expected == decayed(num_layers=12, weight_decay_modules=(pattern,))
+    assert (
+        selected(DECAY, pattern, every)
+        == expected
+        == decayed(num_layers=12, weight_decay_modules=(pattern,))
+    )
 
 
 def test_the_expression_of_levanters_page() -> None:
-    """The answer to it decays the matrices of attention and MLP and the embeddings, and no norm or bias."""
+    """The answer to it decays the matrices of attention and MLP and the embeddings, and no norm or
+    bias."""
     page = ".*attn.*weight|.*mlp.*weight|.*token_embeddings|.*position_embeddings"
     for text in (page, f"regex:{page}"):
         with pytest.raises(UsageError) as caught:
@@ -155,10 +189,14 @@ def test_the_expression_of_levanters_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(.+)+$X", "(?:[a-z.0]+)+$X", "(.|[a-z])*$X", "(.|..)+$X", "(.*)*X", "(.*.*.*.*.*.*.*)*X"]
+    "text",
+    ["(.+)+$X", "(?:[a-z.0]+)+$X", "(.|[a-z])*$X", "(.|..)+$X", "(.*)*X", "(.*.*.*.*.*.*.*)*X"],
 )
-def test_an_expression_that_matches_for_ever_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time ends the match, however the expression repeats, and the signal's handler is the one from before."""
+def test_an_expression_that_matches_for_ever_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time ends the match, however the expression repeats, and the signal's handler is the one from
+    before."""
     monkeypatch.setattr(parameter_patterns, "MATCHING_S", 0.05)
     before = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(UsageError, match=r"--weight_decay_modules: .* takes more than 0.05 s"):
@@ -196,15 +234,19 @@ def test_patterns_that_select_nothing(pattern: str, message: str) -> None:
     ],
 )
 def test_expressions_that_cannot_be_read(pattern: str, message: str) -> None:
-    """Refused when the command line is read, before any model is built; what Python warns of, too."""
+    """Refused when the command line is read, before any model is built; what Python warns of,
+    too."""
     with pytest.raises(UsageError, match=message) as caught:
         tiny_config(weight_decay_modules=(pattern,))
     assert len(str(caught.value)) < 500
 
 
 def test_a_mask_that_leaves_patterns_nothing_to_say() -> None:
-    """`off` beside patterns is refused; nothing is said of a weight decay of 0; derived values stay as they are."""
-    with pytest.raises(UsageError, match="without a mask all weights decay, whatever the patterns select"):
+    """`off` beside patterns is refused; nothing is said of a weight decay of 0; derived values stay
+    as they are."""
+    with pytest.raises(
+        UsageError, match="without a mask all weights decay, whatever the patterns select"
+    ):
         tiny_config(weight_decay_modules=("mlp",), weight_decay_default_mask="off")
     assert not [line for line in warnings(tiny_config(weight_decay=0.0)) if "decay" in line]
     for options, mask in (({}, "fast_llm"), ({"weight_decay_modules": ("mlp",)}, None)):
@@ -212,7 +254,8 @@ def test_a_mask_that_leaves_patterns_nothing_to_say() -> None:
         assert config.optimizer.weight_decay_default_mask == mask and resolve(config, 1) == config
 
 
-# -- what is said of it ----------------------------------------------------------------------------------------------
+# -- what is said of it
+# ----------------------------------------------------------------------------------------------
 
 
 def described(**options: Any) -> str:
@@ -220,18 +263,27 @@ def described(**options: Any) -> str:
 
 
 def test_the_line_of_the_log() -> None:
-    """Counts, and names in the order of the model, those of all blocks as one; frozen parameters do not count."""
+    """Counts, and names in the order of the model, those of all blocks as one; frozen parameters do
+    not count."""
     line = described(tie_word_embeddings=False, use_rotary_embeddings=True)
     assert line == (
         "weight decay on 50 of 148 parameters (151,552 of 156,608 weights): embedding.word.weight, "
         "blocks.*.attention.query_key_value.weight (12), blocks.*.attention.output.weight (12), "
         "blocks.*.mlp.up.weight (12), blocks.*.mlp.down.weight (12), head.output.weight"
     )
-    line = described(weight_decay_modules=("blocks.0.mlp.up", "blocks.[2-4].mlp.up.weight", "blocks.9.mlp.up.weight"))
+    line = described(
+        weight_decay_modules=(
+            "blocks.0.mlp.up",
+            "blocks.[2-4].mlp.up.weight",
+            "blocks.9.mlp.up.weight",
+        )
+    )
     assert line.endswith(": blocks.{0,2-4,9}.mlp.up.weight (5), blocks.0.mlp.up.bias")
     line = described(freeze=("embedding", "blocks.3"))
     assert ": blocks.*.attention.query_key_value.weight (11), " in line and "embedding" not in line
-    assert described(weight_decay_modules=("head.norm",), freeze=("head",)).startswith("weight decay on 0 of 146")
+    assert described(weight_decay_modules=("head.norm",), freeze=("head",)).startswith(
+        "weight decay on 0 of 146"
+    )
 
 
 def test_order_is_that_of_the_model() -> None:
@@ -242,10 +294,13 @@ def test_order_is_that_of_the_model() -> None:
     assert patterns == list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in every))
 
 
-# -- changing it -----------------------------------------------------------------------------------------------------
+# -- changing it
+# -----------------------------------------------------------------------------------------------------
 
 
-def continued(distributed: Distributed, folder: str, options: Options, iterations: int) -> dict[str, np.ndarray]:
+def continued(
+    distributed: Distributed, folder: str, options: Options, iterations: int
+) -> dict[str, np.ndarray]:
     """The weights at an iteration, which is saved; resumes what the folder has."""
     from megatron_lite.outputs.saving import save
     from megatron_lite.train import train_step
@@ -260,7 +315,9 @@ def continued(distributed: Distributed, folder: str, options: Options, iteration
     return full_weights(run.model)
 
 
-def start_and_go_on(distributed: Distributed, folder: str, first: Options, later: list[Options]) -> list[Any]:
+def start_and_go_on(
+    distributed: Distributed, folder: str, first: Options, later: list[Options]
+) -> list[Any]:
     """The weights after two updates, and after a third by each of `later`."""
     results = [continued(distributed, f"{folder}/start", first, 2)]
     for number, options in enumerate(later):
@@ -272,17 +329,27 @@ def start_and_go_on(distributed: Distributed, folder: str, first: Options, later
 
 
 def test_another_mask_after_a_resume(tmp_path: Path) -> None:
-    """Two ranks: shards are laid out in another order, and only the decay of the one update differs."""
+    """Two ranks: shards are laid out in another order, and only the decay of the one update
+    differs."""
     common: Options = {"weight_decay": 0.3, "lr_warmup": 0, "lr": 1e-2, "zero_stage": 3}
-    masks: list[Options] = [{}, {"weight_decay_default_mask": "levanter"}, {"weight_decay_default_mask": "off"}]
+    masks: list[Options] = [
+        {},
+        {"weight_decay_default_mask": "levanter"},
+        {"weight_decay_default_mask": "off"},
+    ]
     arguments = (str(tmp_path), common, [{**common, **mask} for mask in masks])
     start, same, levanter, off = run_distributed(2, start_and_go_on, *arguments)[0]
     for name, weight in same.items():
         lost = 1e-2 * 0.3 * start[name]  # what decay takes in one update
         exempt = not levanter_decays(name) and name.startswith("embedding")
-        for other, difference in ((levanter, lost if exempt else 0.0), (off, 0.0 if name in decayed() else -lost)):
+        for other, difference in (
+            (levanter, lost if exempt else 0.0),
+            (off, 0.0 if name in decayed() else -lost),
+        ):
             if np.any(difference):
-                np.testing.assert_allclose(other[name], weight + difference, rtol=0, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(
+                    other[name], weight + difference, rtol=0, atol=1e-6, err_msg=name
+                )
                 assert not np.array_equal(other[name], weight), name
             else:
                 assert np.array_equal(other[name], weight), name

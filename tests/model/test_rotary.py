@@ -35,7 +35,8 @@ def resolved(**options: Any) -> ModelConfig:
 
 
 def theirs(model: ModelConfig, left_out: Container[str] = ()) -> Any:
-    """A LlamaConfig of the same rope; those of our names in `left_out` are not in its dict, or null."""
+    """A LlamaConfig of the same rope; those of our names in `left_out` are not in its dict, or
+    null."""
     from transformers import LlamaConfig
 
     parameters: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rotary_base}
@@ -55,15 +56,25 @@ def theirs(model: ModelConfig, left_out: Container[str] = ()) -> Any:
     )
 
 
-def rope(kind: str, factor: float | None, original: int | None = None, **more: Any) -> dict[str, Any]:
+def rope(
+    kind: str, factor: float | None, original: int | None = None, **more: Any
+) -> dict[str, Any]:
     """Return options; those of scaling in `more` without "rope_"."""
     given = {"type": kind, "factor": factor, "original_max_position_embeddings": original, **more}
     plain = ("rotary_base", "rotary_percent", "kv_channels", "max_position_embeddings")
-    return {name if name in plain else f"rope_{name}": value for name, value in given.items() if value is not None}
+    return {
+        name if name in plain else f"rope_{name}": value
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 ROPES: list[dict[str, Any]] = [
-    *(rope("linear", factor, rotary_base=base) for factor in (1.0, 2.5, 8.0) for base in (10000.0, 500000.0)),
+    *(
+        rope("linear", factor, rotary_base=base)
+        for factor in (1.0, 2.5, 8.0)
+        for base in (10000.0, 500000.0)
+    ),
     rope("linear", 3.0, rotary_percent=0.5),
     *(rope("llama3", factor, 8192, rotary_base=500000.0) for factor in (8.0, 32.0)),  # 3.1 and 3.2
     rope("llama3", 4.0, 40),
@@ -91,7 +102,9 @@ ROPES: list[dict[str, Any]] = [
 ]
 
 
-def check_frequencies(options: dict[str, Any], model: ModelConfig, left_out: Container[str] = ()) -> None:
+def check_frequencies(
+    options: dict[str, Any], model: ModelConfig, left_out: Container[str] = ()
+) -> None:
     """Compare frequencies and factor with those of transformers, to the last bit."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -108,15 +121,22 @@ def test_frequencies_and_factor_are_hugging_faces() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [rope("yarn", 4.0), rope("yarn", None, 500), rope("llama3", 8.0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [rope("yarn", 4.0), rope("yarn", None, 500), rope("llama3", 8.0)], ids=str
+)
 def test_missing_rope_options_are_filled_in_as_in_transformers(options: dict[str, Any]) -> None:
-    """Original length, factor of yarn, ends of the ramp, rounding: from a dict that has only what was given."""
+    """Original length, factor of yarn, ends of the ramp, rounding: from a dict that has only what
+    was given."""
     model = resolved(**options, max_position_embeddings=3000)
-    check_frequencies(options, model, [name for name in THEIR_NAMES if name not in options and "freq" not in name])
+    check_frequencies(
+        options, model, [name for name in THEIR_NAMES if name not in options and "freq" not in name]
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(rotary_base=123.0), rope("llama3", 8.0, 100), rope("yarn", 8.0, 100)], ids=str
+    "options",
+    [dict(), dict(rotary_base=123.0), rope("llama3", 8.0, 100), rope("yarn", 8.0, 100)],
+    ids=str,
 )
 def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
     """Tables for positions in order and for any positions agree to the last bit."""
@@ -128,7 +148,9 @@ def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
         (torch.arange(800)[None], rotary.table(torch.empty(0))),
         (torch.tensor([[799, 3], [0, 77]]), rotary.at(torch.tensor([[799, 3], [0, 77]]))),
     ):
-        expected = LlamaRotaryEmbedding(theirs(model))(torch.empty(0, dtype=torch.float32), positions)
+        expected = LlamaRotaryEmbedding(theirs(model))(
+            torch.empty(0, dtype=torch.float32), positions
+        )
         for ours, exact in zip(table, expected, strict=True):
             half = exact[..., : exact.shape[-1] // 2]
             assert torch.equal(ours.expand_as(half), half) and ours.is_contiguous()

@@ -1,4 +1,5 @@
-"""Dropout on tensor-parallel ranks: equal masks where values are equal, other masks where each rank has its own."""
+"""Dropout on tensor-parallel ranks: equal masks where values are equal, other masks where each rank
+has its own."""
 
 import threading
 from collections import defaultdict
@@ -13,7 +14,12 @@ from megatron_lite.model import block, embedding_and_head
 from tests.support.tensor_cases import LLAMA, CaseEngine, Options, run_case
 from tests.support.thread_ranks import ThreadRank, on_threads
 
-RESIDUAL: Options = {**LLAMA, "hidden_dropout": 0.3, "attention_dropout": 0.0, "embedding_dropout": 0.2}
+RESIDUAL: Options = {
+    **LLAMA,
+    "hidden_dropout": 0.3,
+    "attention_dropout": 0.0,
+    "embedding_dropout": 0.2,
+}
 ALL: Options = {**RESIDUAL, "attention_dropout": 0.25}
 
 
@@ -23,16 +29,21 @@ def test_masks_of_a_whole_residual_stream_are_those_of_one_rank() -> None:
     assert abs(one.losses[0] / plain.losses[0] - 1) > 1e-4, "nothing is dropped"
     np.testing.assert_allclose(four.losses, one.losses, rtol=1e-6)
     for name, gradient in one.gradients.items():
-        assert float((four.gradients[name] - gradient).abs().max()) <= 5e-6 * float(gradient.abs().max()), name
+        assert float((four.gradients[name] - gradient).abs().max()) <= 5e-6 * float(
+            gradient.abs().max()
+        ), name
 
 
 @pytest.mark.parametrize("splits_tokens", [False, True])
 def test_copies_stay_equal(splits_tokens: bool) -> None:
-    """Training with all kinds of dropout; `run_case` compares the copies of each parameter to the bit."""
+    """Training with all kinds of dropout; `run_case` compares the copies of each parameter to the
+    bit."""
     result = run_case(ALL, (1, 2, splits_tokens), 4)
     assert np.isfinite(result.losses).all() and len(set(result.losses)) == 4
     assert result.losses != run_case(ALL, (1, 1, False), 4).losses, "heads have masks of their own"
-    assert run_case(ALL, (1, 2, splits_tokens), 4).losses == result.losses, "masks depend on seeds alone"
+    assert run_case(ALL, (1, 2, splits_tokens), 4).losses == result.losses, (
+        "masks depend on seeds alone"
+    )
 
 
 class Seeds:
@@ -63,14 +74,17 @@ def seeds_of(ranks: int, splits_tokens: bool) -> list[list[tuple[str, int]]]:
     with (
         mock.patch.object(block, "attention", seeds.watched("attention", block.attention, 5)),
         mock.patch.object(block, "dropout", seeds.watched("residual", block.dropout, 2)),
-        mock.patch.object(embedding_and_head, "dropout", seeds.watched("residual", embedding_and_head.dropout, 2)),
+        mock.patch.object(
+            embedding_and_head, "dropout", seeds.watched("residual", embedding_and_head.dropout, 2)
+        ),
     ):
         return on_threads(1, ranks, run)
 
 
 @pytest.mark.parametrize("splits_tokens", [False, True])
 def test_every_site_has_its_seed(splits_tokens: bool) -> None:
-    """Rank 0 has the seeds of one rank; others have the same only for values that they have in common."""
+    """Rank 0 has the seeds of one rank; others have the same only for values that they have in
+    common."""
     ((*one,),) = seeds_of(1, False)
     assert [kind for kind, _ in one] == ["residual", *["attention", "residual", "residual"] * 2]
     assert len({seed for _, seed in one}) == len(one), "two sites share a mask"
@@ -81,4 +95,6 @@ def test_every_site_has_its_seed(splits_tokens: bool) -> None:
         if kind == "residual" and not splits_tokens:
             assert found == [(kind, seed)] * 3
         else:
-            assert len({seed, *(other for _, other in found)}) == 4 and {name for name, _ in found} == {kind}
+            assert len({seed, *(other for _, other in found)}) == 4 and {
+                name for name, _ in found
+            } == {kind}

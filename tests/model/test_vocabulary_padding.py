@@ -1,4 +1,5 @@
-"""Rows of zeros behind the vocabulary (--make_vocab_size_divisible_by) change memory, never what is trained."""
+"""Rows of zeros behind the vocabulary (--make_vocab_size_divisible_by) change memory, never what is
+trained."""
 
 from typing import Any
 
@@ -26,7 +27,8 @@ def padding_of(values: torch.Tensor, name: str, rank: int, part: Any) -> torch.T
 
 
 def train(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Result]:
-    """For each case: losses, weights, elements of padded rows that are not zero by kind, and all of their weights."""
+    """For each case: losses, weights, elements of padded rows that are not zero by kind, and all of
+    their weights."""
     from tests.support.engine_runs import Engine
 
     results = []
@@ -37,16 +39,22 @@ def train(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Result]
                 part.full_gradients.fill_(torch.nan)
                 part.grad_shard.fill_(torch.nan)
         losses = engine.run(ITERATIONS, evaluate_every=2).losses
-        weights = {name: weight.float().numpy().copy() for name, weight in engine.model.full_weights()}
+        weights = {
+            name: weight.float().numpy().copy() for name, weight in engine.model.full_weights()
+        }
         found: dict[str, list[torch.Tensor]] = {}
         for _, part in engine.model.parts():
             for slot in part.layout.slots:
                 if slot.spec.padding_rows:
                     name, rank = slot.spec.name, distributed.rank
                     for kind in part.kinds():
-                        found.setdefault(kind, []).append(padding_of(part.read(kind), name, rank, part))
+                        found.setdefault(kind, []).append(
+                            padding_of(part.read(kind), name, rank, part)
+                        )
                     if part.has_state:
-                        found.setdefault("gradients", []).append(padding_of(part.grad_shard, name, rank, part))
+                        found.setdefault("gradients", []).append(
+                            padding_of(part.grad_shard, name, rank, part)
+                        )
         joined = {kind: torch.cat(values) for kind, values in found.items()}
         broken = {kind: int((values != 0).sum()) for kind, values in joined.items()}  # NaN is not 0
         results.append((losses, weights, broken, joined["weights"].numel() if joined else 0))
@@ -55,7 +63,11 @@ def train(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Result]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tied, zero 1": {"zero_stage": 1},
-    "untied, zero 3": {"zero_stage": 3, "tie_word_embeddings": False, "cross_entropy_block_size": 25},
+    "untied, zero 3": {
+        "zero_stage": 3,
+        "tie_word_embeddings": False,
+        "cross_entropy_block_size": 25,
+    },
     "untied, bf16, zero 2, lion, averaged": {
         "zero_stage": 2,
         "tie_word_embeddings": False,
@@ -63,20 +75,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "optimizer": "lion",
         "ema_type": "ema",
     },
-    "tied, frozen, bf16, muon": {"training_dtype": "bf16", "optimizer": "muon", "freeze": ("embedding",)},
+    "tied, frozen, bf16, muon": {
+        "training_dtype": "bf16",
+        "optimizer": "muon",
+        "freeze": ("embedding",),
+    },
 }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_padding_changes_no_training(ranks: int) -> None:
-    """Losses and weights are those without it, to rounding; its own weights, gradients and moments stay zero.
+    """Losses and weights are those without it, to rounding; its own weights, gradients and moments
+    stay zero.
 
-    Biases of keys, which have no gradient but rounding, are left out by having none. AdamW's epsilon is large: it would
-    turn the rounding of a gradient near zero into a whole update.
+    Biases of keys, which have no gradient but rounding, are left out by having none. AdamW's
+    epsilon is large: it would turn the rounding of a gradient near zero into a whole update.
     """
     paddings = (1, 100)
     cases = [
-        {"add_qkv_biases": False, "adam_eps": 1e-4, "make_vocab_size_divisible_by": padding, **options}
+        {
+            "add_qkv_biases": False,
+            "adam_eps": 1e-4,
+            "make_vocab_size_divisible_by": padding,
+            **options,
+        }
         for options in LAYOUTS.values()
         for padding in paddings
     ]
@@ -127,4 +149,6 @@ def test_logits_are_those_of_the_vocabulary() -> None:
     logits = head.logits(hidden)
     exact = head.norm(hidden).detach().double() @ head.weight.detach().double().t()
     assert logits.shape == (2, 3, 64) and float(exact.abs().max()) > 1
-    torch.testing.assert_close(logits.detach().double(), 0.5 * (exact / 0.5).tanh(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits.detach().double(), 0.5 * (exact / 0.5).tanh(), rtol=0, atol=1e-5
+    )

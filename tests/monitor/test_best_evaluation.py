@@ -1,4 +1,5 @@
-"""The best validation so far: which values count, when it ends a run, and what a checkpoint restores."""
+"""The best validation so far: which values count, when it ends a run, and what a checkpoint
+restores."""
 
 import json
 import logging
@@ -16,7 +17,13 @@ from megatron_lite.monitor.best_evaluation import BestEvaluation
 from megatron_lite.validation import resolve
 
 DATA = {"sets": [[60, 960, "uint16", "0123456789abcdef"]], "tokenizer": None}
-BASE = {"data_path": ("a",), "train_iters": 100, "validation_iters": 4, "experiment_dir": "/run", "batch_size": 4}
+BASE = {
+    "data_path": ("a",),
+    "train_iters": 100,
+    "validation_iters": 4,
+    "experiment_dir": "/run",
+    "batch_size": 4,
+}
 BASE |= {"early_stopping_patience": 3, "keep_best": "validation_loss"}
 
 
@@ -25,7 +32,8 @@ def best_of(saved: Any = None, data: Any = DATA, **options: Any) -> BestEvaluati
 
 
 def counted(best: BestEvaluation, *values: float | None, first: int = 1) -> list[tuple[bool, bool]]:
-    """Count values of successive iterations; return whether each is the best, and whether it ends the run."""
+    """Count values of successive iterations; return whether each is the best, and whether it ends
+    the run."""
     found = []
     for iteration, value in enumerate(values, first):
         best.add(iteration, {"loss": value, "iteration": iteration})
@@ -34,11 +42,21 @@ def counted(best: BestEvaluation, *values: float | None, first: int = 1) -> list
 
 
 def test_only_a_lower_finite_value_is_better() -> None:
-    """An equal value, NaN, an infinity or no loss at all counts as one that is no better; the third in a row ends."""
+    """An equal value, NaN, an infinity or no loss at all counts as one that is no better; the third
+    in a row ends."""
     yes = (True, False)
     no = (False, False)
     end = (False, True)
-    assert counted(best_of(), 3.0, 2.0, 2.0, math.nan, 1.0, None, 1.5, math.inf) == [yes, yes, no, no, yes, no, no, end]
+    assert counted(best_of(), 3.0, 2.0, 2.0, math.nan, 1.0, None, 1.5, math.inf) == [
+        yes,
+        yes,
+        no,
+        no,
+        yes,
+        no,
+        no,
+        end,
+    ]
     assert counted(best_of(), None, math.nan, -math.inf) == [no, no, end]
     assert counted(best_of(early_stopping_patience=1), 3.0, 2.0, 2.0) == [yes, yes, end]
     assert counted(best_of(early_stopping_patience=None), 3.0, *[4.0] * 9) == [yes, *[no] * 9]
@@ -47,8 +65,8 @@ def test_only_a_lower_finite_value_is_better() -> None:
 
 
 def test_a_restored_count_goes_on() -> None:
-    """At every place; an evaluation that a start repeats counts once, whatever its value is then; more patience, or
-    none, takes the end back.
+    """At every place; an evaluation that a start repeats counts once, whatever its value is then;
+    more patience, or none, takes the end back.
     """
     values = [5.0, 4.0, 4.5, 3.0, 3.5, math.nan, 3.25]
     whole = best_of()
@@ -59,8 +77,14 @@ def test_a_restored_count_goes_on() -> None:
         (state,) = json.loads(json.dumps(begun.state())).values()
         decode(RUN_STATE["best?"], state, "state.best")
         repeated = best_of(state)
-        assert cut == 0 or counted(repeated, values[cut - 1] + 1e-9, first=cut) == decided[cut - 1 : cut]
-        assert counted(repeated, *values[cut:], first=cut + 1) == decided[cut:] and repeated.state() == whole.state()
+        assert (
+            cut == 0
+            or counted(repeated, values[cut - 1] + 1e-9, first=cut) == decided[cut - 1 : cut]
+        )
+        assert (
+            counted(repeated, *values[cut:], first=cut + 1) == decided[cut:]
+            and repeated.state() == whole.state()
+        )
     (state,) = whole.state().values()
     assert best_of(state).ends and not best_of(state, early_stopping_patience=4).ends
     assert not best_of(state, early_stopping_patience=None).ends
@@ -101,10 +125,22 @@ def test_values_that_do_not_compare_start_anew(
     ("options", "line"),
     [
         ({"keep_best": "loss"}, "--keep_best=loss: "),
-        ({"keep_best": "validation_averaged_loss/x"}, "--keep_best=validation_averaged_loss/x: no average is kept;"),
-        ({"keep_best": None}, "--early_stopping_patience=3: it says what to improve; write --keep_best="),
-        ({"validation_iters": 0}, "--keep_best=validation_loss: nothing is validated; set --validation_iters"),
-        ({"experiment_dir": None}, "--keep_best=validation_loss: there is nowhere to save; set --experiment_dir"),
+        (
+            {"keep_best": "validation_averaged_loss/x"},
+            "--keep_best=validation_averaged_loss/x: no average is kept;",
+        ),
+        (
+            {"keep_best": None},
+            "--early_stopping_patience=3: it says what to improve; write --keep_best=",
+        ),
+        (
+            {"validation_iters": 0},
+            "--keep_best=validation_loss: nothing is validated; set --validation_iters",
+        ),
+        (
+            {"experiment_dir": None},
+            "--keep_best=validation_loss: there is nowhere to save; set --experiment_dir",
+        ),
     ],
 )
 def test_what_the_options_need(options: dict[str, Any], line: str) -> None:

@@ -1,4 +1,5 @@
-"""Console and log files: lines appear at once, never twice, and no dead console or full disk ends a run.
+"""Console and log files: lines appear at once, never twice, and no dead console or full disk ends a
+run.
 
 The progress bar shows on a terminal, keeps log lines whole, and writes nothing anywhere else.
 """
@@ -40,7 +41,12 @@ def run_python(code, folder, **options):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     code = textwrap.dedent(code)
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=folder, env=environment, text=True, encoding="utf-8", **options
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+        **options,
     )
 
 
@@ -51,7 +57,9 @@ def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, caps
     logger.info("loss %.1f", 2.0)
     logger.warning("careful")
     assert capsys.readouterr().out == "loss 2.0\nWARNING: careful\n"
-    assert file.read_text() == "loss 2.0\nWARNING: careful\n"  # without closing: each line is written at once
+    assert (
+        file.read_text() == "loss 2.0\nWARNING: careful\n"
+    )  # without closing: each line is written at once
 
 
 def test_console_and_file_may_say_different_things(tmp_path, capsys):
@@ -110,12 +118,19 @@ def test_a_full_disk_costs_lines_not_the_run_and_is_reported_once(tmp_path, caps
             logger.info("lost %d", index)
     logger.info("after")
     out = capsys.readouterr().out
-    assert out.count("WARNING: cannot write") == 1 and "log.txt" in out and os.strerror(errno.ENOSPC) in out
-    assert (tmp_path / "log.txt").read_text() == "before\nafter\n"  # no halves of lines, and room is used again
+    assert (
+        out.count("WARNING: cannot write") == 1
+        and "log.txt" in out
+        and os.strerror(errno.ENOSPC) in out
+    )
+    assert (
+        tmp_path / "log.txt"
+    ).read_text() == "before\nafter\n"  # no halves of lines, and room is used again
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
-    """As with `| head -1`: later lines go to the file only, the exit code is the program's, stderr stays empty."""
+    """As with `| head -1`: later lines go to the file only, the exit code is the program's, stderr
+    stays empty."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     code = 'logger.info("first"); sys.stdin.readline(); [logger.info("line %d", at) for at in range(1000)]'
     process = run_python(SETUP + code, tmp_path, **pipes)
@@ -158,7 +173,10 @@ bar.close()
 
 def test_silent_without_a_terminal(tmp_path):
     process = run_python(PROGRAM, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.communicate(timeout=60) == ("line 10\nline 15\nline 20\n", "") and process.returncode == 0
+    assert (
+        process.communicate(timeout=60) == ("line 10\nline 15\nline 20\n", "")
+        and process.returncode == 0
+    )
 
 
 def test_bar_and_whole_lines_on_a_terminal(tmp_path):
@@ -182,7 +200,11 @@ def test_bar_and_whole_lines_on_a_terminal(tmp_path):
     text = output.decode()
     assert "20/20" in text and ", loss 2.5000, 0 left" in text
     segments = [segment.strip() for segment in text.replace("\r", "\n").split("\n")]
-    assert [segment for segment in segments if segment.startswith("line")] == ["line 10", "line 15", "line 20"]
+    assert [segment for segment in segments if segment.startswith("line")] == [
+        "line 10",
+        "line 15",
+        "line 20",
+    ]
 
 
 def test_a_terminal_that_goes_away_ends_the_bar_not_the_run():

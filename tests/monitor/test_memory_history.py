@@ -1,4 +1,5 @@
-"""--memory_snapshot with the functions of torch replaced: what is recorded, for how long, and where it is written."""
+"""--memory_snapshot with the functions of torch replaced: what is recorded, for how long, and where
+it is written."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from megatron_lite.monitor.memory_history import MAX_EVENTS, open_history, write
 from tests.support.harness import tiny_config
 
 LOGGER = logging.getLogger("test")
-FOUND: dict[str, Any] = {}  # what the search for options found: all errors below are of one configuration
+FOUND: dict[
+    str, Any
+] = {}  # what the search for options found: all errors below are of one configuration
 
 
 class FakeRank(NamedTuple):
@@ -46,9 +49,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(("iterations", "done"), [(2, 4), (5, 1)])
-def test_the_first_iterations_are_recorded(tmp_path: Path, calls: list[Any], iterations: int, done: int) -> None:
-    """Recording starts at once with a bound, and ends with one file after N iterations, or at an earlier end."""
-    history = open_history(tiny_config(memory_snapshot=iterations, device="auto"), tmp_path, FakeRank(), LOGGER)
+def test_the_first_iterations_are_recorded(
+    tmp_path: Path, calls: list[Any], iterations: int, done: int
+) -> None:
+    """Recording starts at once with a bound, and ends with one file after N iterations, or at an
+    earlier end."""
+    history = open_history(
+        tiny_config(memory_snapshot=iterations, device="auto"), tmp_path, FakeRank(), LOGGER
+    )
     assert history is not None
     assert calls == [("all", {"stacks": "python", "max_entries": MAX_EVENTS})]
     for _ in range(done):
@@ -62,11 +70,15 @@ def test_the_first_iterations_are_recorded(tmp_path: Path, calls: list[Any], ite
 def test_a_cpu_records_nothing_and_says_so_once(
     tmp_path: Path, calls: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line if --device=auto chose the CPU; an explicit CPU was answered by the options' own warnings."""
+    """One line if --device=auto chose the CPU; an explicit CPU was answered by the options' own
+    warnings."""
     cpu = FakeRank(device=torch.device("cpu"))
     for device, lines in (("auto", 1), ("cpu", 0)):
         caplog.clear()
-        assert open_history(tiny_config(memory_snapshot=1, device=device), tmp_path, cpu, LOGGER) is None
+        assert (
+            open_history(tiny_config(memory_snapshot=1, device=device), tmp_path, cpu, LOGGER)
+            is None
+        )
         assert len(caplog.messages) == lines
     assert open_history(tiny_config(device="auto"), tmp_path, FakeRank(), LOGGER) is None
     chosen = tiny_config(4, memory_snapshot=1, profile_ranks=(0, 1), device="auto")
@@ -74,7 +86,9 @@ def test_a_cpu_records_nothing_and_says_so_once(
     assert not calls
 
 
-def test_a_snapshot_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(name: str) -> None:
         Path(name).write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -108,16 +122,26 @@ def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Except
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory\nmore"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
         (MemoryError(), False),
     ],
     ids=["allocator", "CUDA", "cuBLAS", "host by torch", "host"],
 )
 def test_the_death_of_a_gpu_run_leaves_a_snapshot_and_options(
-    error: Exception, on_device: bool, tmp_path: Path, calls: list[Any], explain: Callable[[Exception], Any]
+    error: Exception,
+    on_device: bool,
+    tmp_path: Path,
+    calls: list[Any],
+    explain: Callable[[Exception], Any],
 ) -> None:
-    """The memory of the device ends in code 7 with options and a file; for the host's memory neither would help."""
+    """The memory of the device ends in code 7 with options and a file; for the host's memory
+    neither would help."""
     explained = explain(error)
     assert isinstance(explained, OutOfMemoryError) and explained.exit_code == 7
     assert bool(explained.remedies) == on_device and bool(calls) == on_device
@@ -134,7 +158,8 @@ def test_the_death_of_a_gpu_run_leaves_a_snapshot_and_options(
 def test_an_error_that_all_ranks_raise_together_is_explained_too(
     calls: list[Any], explain: Callable[[Exception], Any]
 ) -> None:
-    """The failure of one rank in the set-up reaches every rank as text; the program's own words stay as they are."""
+    """The failure of one rank in the set-up reaches every rank as text; the program's own words
+    stay as they are."""
     agreed = as_run_error(torch.OutOfMemoryError("CUDA out of memory."))
     assert agreed is not None
     agreed.agreed = True

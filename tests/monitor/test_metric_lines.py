@@ -33,14 +33,20 @@ def values(**more: Any) -> dict[str, Any]:
 
 
 def test_order_width_and_units_on_a_cpu() -> None:
-    """Loss, learning rate, norm, speed, time left; no GPU is mentioned, and the first line has no forecast."""
+    """Loss, learning rate, norm, speed, time left; no GPU is mentioned, and the first line has no
+    forecast."""
     console = ConsoleLines("cpu")
     first, second = console.training(values(iteration=1)), console.training(values())
     assert first == (
         "iteration      1/500000 | loss 11.2346 | lr 1.00e-04 | grad norm 1.23 | 4,850 ms/step | 1,153,574 tokens/s"
     )
     assert second == first.replace("     1/", "100000/") + " | 671:02:05 left"
-    assert len(console.training(values(train_iters=99_999, iteration=10_000, tokens_per_sec=153_574.0))) <= 120
+    assert (
+        len(
+            console.training(values(train_iters=99_999, iteration=10_000, tokens_per_sec=153_574.0))
+        )
+        <= 120
+    )
 
 
 def test_a_gpu_has_its_own_units() -> None:
@@ -51,10 +57,13 @@ def test_a_gpu_has_its_own_units() -> None:
 
 
 def test_what_rarely_changes_is_shown_when_it_has_changed() -> None:
-    """Batch size, loss scale, memory and counts of bad steps: each once per change, none at the start."""
+    """Batch size, loss scale, memory and counts of bad steps: each once per change, none at the
+    start."""
     console = ConsoleLines("cuda")
     plain = console.training(values())
-    assert not any(word in plain for word in ("batch", "scale", "skipped", "nan", "memory", "consumed", "wait"))
+    assert not any(
+        word in plain for word in ("batch", "scale", "skipped", "nan", "memory", "consumed", "wait")
+    )
     now: dict[str, Any] = {}
     for name, value, text in (
         ("batch_size", 256, "batch size 256"),
@@ -87,11 +96,25 @@ def test_evaluations_are_short() -> None:
 
     Where no label counts, there is no loss.
     """
-    record = {"phase": "validation", "iteration": 5, "train_iters": 10, "loss": 2.5, "averaged_loss": 2.25, "run": 0}
+    record = {
+        "phase": "validation",
+        "iteration": 5,
+        "train_iters": 10,
+        "loss": 2.5,
+        "averaged_loss": 2.25,
+        "run": 0,
+    }
     console = ConsoleLines("cpu")
-    assert console.evaluation(record) == "validation @ iteration  5/10 | loss 2.5000 | averaged weights 2.2500"
-    assert console.evaluation({**record, "averaged_loss": None, "loss": float("nan")}).endswith("10 | loss nan")
-    assert console.evaluation({**record, "averaged_loss": None, "loss": None}).endswith("10 | loss -")
+    assert (
+        console.evaluation(record)
+        == "validation @ iteration  5/10 | loss 2.5000 | averaged weights 2.2500"
+    )
+    assert console.evaluation({**record, "averaged_loss": None, "loss": float("nan")}).endswith(
+        "10 | loss nan"
+    )
+    assert console.evaluation({**record, "averaged_loss": None, "loss": None}).endswith(
+        "10 | loss -"
+    )
     blend = {**record, "averaged_loss": None, "loss/code": 1.25, "loss/chats": None}
     assert console.evaluation(blend).endswith("10 | loss 2.5000 | code: 1.25000 | chats: -")
 
@@ -99,7 +122,13 @@ def test_evaluations_are_short() -> None:
 def test_small_and_large_numbers_keep_three_digits() -> None:
     """Of step times and gradient norms."""
     console = ConsoleLines("cpu")
-    for norm, text in ((0.0012345, "0.00123"), (0.5, "0.500"), (12.0, "12.0"), (123.4, "123"), (2e7, "2.00e+07")):
+    for norm, text in (
+        (0.0012345, "0.00123"),
+        (0.5, "0.500"),
+        (12.0, "12.0"),
+        (123.4, "123"),
+        (2e7, "2.00e+07"),
+    ):
         assert f"| grad norm {text} |" in console.training(values(grad_norm=norm))
     assert "| grad norm inf |" in console.training(values(grad_norm=float("inf")))
 
@@ -128,7 +157,12 @@ def test_log_line_of_a_training_record() -> None:
         time=0.0,
     )
     completion = datetime(2030, 1, 2, 3, 4, 5)
-    console = dict(average_step_time_ms=12.0, remaining_seconds=3725.0, completion_date=completion, allocated_mib=512.0)
+    console = dict(
+        average_step_time_ms=12.0,
+        remaining_seconds=3725.0,
+        completion_date=completion,
+        allocated_mib=512.0,
+    )
     assert format_record(record, console) == (
         "training @ iteration   20/1000 | consumed samples: 640 | consumed tokens: 81,920 | batch size: 32"
         " | step time: 12.35 ms | throughput: 440.13 tflop/s (model) | 0.0123 tflop/s (hardware) | mfu: 43.2%"
@@ -142,7 +176,9 @@ def test_log_line_of_a_training_record() -> None:
 def test_log_line_shows_only_what_the_record_has() -> None:
     record = {"phase": "validation", "iteration": 5, "train_iters": 10, "loss": 2.5}
     assert format_record(record) == "validation @ iteration  5/10 | language model loss: 2.50000"
-    assert format_record({**record, "loss": float("nan")}).endswith(" 5/10 | language model loss: nan")
+    assert format_record({**record, "loss": float("nan")}).endswith(
+        " 5/10 | language model loss: nan"
+    )
     assert format_record({**record, "loss": None}) == "validation @ iteration  5/10"
 
 

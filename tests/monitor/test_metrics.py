@@ -12,7 +12,14 @@ from megatron_lite.config import BatchConfig, Config, ModelConfig, PerformanceCo
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.model.gpt import model_layers, parameters_of
-from megatron_lite.monitor.metrics import Forecast, LogWindow, StepTimer, hardware_flops, known_peak_tflops, model_flops
+from megatron_lite.monitor.metrics import (
+    Forecast,
+    LogWindow,
+    StepTimer,
+    hardware_flops,
+    known_peak_tflops,
+    model_flops,
+)
 from tests.support.harness import layers_of, tiny_config
 from tests.support.memory_meters import a_model, micro_batches
 
@@ -31,12 +38,17 @@ MISTRAL_WINDOW = dataclasses.replace(MISTRAL, window_size=4096)
 
 
 def test_model_flops_per_token_match_the_published_numbers():
-    for model, length, gflops in ((LLAMA, 4096, 48.25), (MISTRAL, 8192, 49.10), (MISTRAL_WINDOW, 8192, 47.49)):
+    for model, length, gflops in (
+        (LLAMA, 4096, 48.25),
+        (MISTRAL, 8192, 49.10),
+        (MISTRAL_WINDOW, 8192, 47.49),
+    ):
         assert model_flops(model, length, 1) / 1e9 == pytest.approx(gflops, abs=0.005)
 
 
 def test_model_flops_against_published_throughput():
-    """487 TFLOP/s at 10,100 tokens/s (Llama-3.1-8B), 440 at about 9,000 (Mistral-7B without window)."""
+    """487 TFLOP/s at 10,100 tokens/s (Llama-3.1-8B), 440 at about 9,000 (Mistral-7B without
+    window)."""
     assert model_flops(LLAMA, 4096, 10_100) / 1e12 == pytest.approx(487, rel=1e-3)
     assert model_flops(MISTRAL, 8192, 9_000) / 1e12 == pytest.approx(440, rel=5e-3)
 
@@ -44,18 +56,34 @@ def test_model_flops_against_published_throughput():
 def test_model_flops_are_linear_in_tokens_and_need_a_short_window_to_shrink():
     assert model_flops(LLAMA, 4096, 4096) == pytest.approx(4096 * model_flops(LLAMA, 4096, 1))
     for window in (8192, 100_000):
-        assert model_flops(dataclasses.replace(MISTRAL, window_size=window), 8192, 7) == model_flops(MISTRAL, 8192, 7)
+        assert model_flops(
+            dataclasses.replace(MISTRAL, window_size=window), 8192, 7
+        ) == model_flops(MISTRAL, 8192, 7)
 
 
 def test_window_flops_count_the_keys_that_a_causal_window_leaves():
-    """A brute-force count of (query, key) pairs approaches the formula's w (1 - w / 2s) keys per query."""
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "head_groups", "kv_channels", "ffn_hidden_size")
+    """A brute-force count of (query, key) pairs approaches the formula's w (1 - w / 2s) keys per
+    query."""
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "head_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+    )
     model = ModelConfig(**dict.fromkeys(sizes, 1), vocab_size=2, window_size=300)
     sequence_length = 1000
     pairs = sum(min(query + 1, 300) for query in range(sequence_length))
-    dense = model_flops(dataclasses.replace(model, num_attention_heads=0, head_groups=1), sequence_length, 1000)
-    attention = model_flops(model, sequence_length, 1000) - dense - 6 * 1000 * 2  # minus query and output projections
-    assert attention == pytest.approx(12 * pairs, rel=5e-3)  # 2 products, 2 FLOPs, forward and twice backward
+    dense = model_flops(
+        dataclasses.replace(model, num_attention_heads=0, head_groups=1), sequence_length, 1000
+    )
+    attention = (
+        model_flops(model, sequence_length, 1000) - dense - 6 * 1000 * 2
+    )  # minus query and output projections
+    assert attention == pytest.approx(
+        12 * pairs, rel=5e-3
+    )  # 2 products, 2 FLOPs, forward and twice backward
 
 
 def test_the_full_square_of_attention_is_twice_the_causal_half():
@@ -69,7 +97,9 @@ def test_the_full_square_of_attention_is_twice_the_causal_half():
 def test_hardware_flops_repeat_the_scores():
     """One of the six products of attention, once more."""
     plain, attention = model_flops(LLAMA, 4096, 1), 6 * 32 * 4096 * 4096
-    assert hardware_flops(LLAMA, PerformanceConfig(), 4096, 1) - plain == pytest.approx(attention / 6)
+    assert hardware_flops(LLAMA, PerformanceConfig(), 4096, 1) - plain == pytest.approx(
+        attention / 6
+    )
 
 
 def test_hardware_flops_of_recomputation():
@@ -85,7 +115,9 @@ def test_hardware_flops_of_recomputation():
     assert more(mlp_recompute_level="full") == pytest.approx(32 * 2 * 4096 * 2 * 14336)
     assert more(mlp_recompute_level="activation") == 0
     assert more(mlp_recompute_level="activation,full:8") == pytest.approx(8 * 2 * 4096 * 2 * 14336)
-    assert more(mlp_recompute_level="full,none:2,activation:1") == pytest.approx(29 * 2 * 4096 * 2 * 14336)
+    assert more(mlp_recompute_level="full,none:2,activation:1") == pytest.approx(
+        29 * 2 * 4096 * 2 * 14336
+    )
     assert more(cross_entropy_block_size=4096) == pytest.approx(head)
     assert more(cross_entropy_block_size=128256) == 0
 
@@ -109,7 +141,9 @@ def test_products_of_a_real_step_are_those_of_the_formula(options):
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(batches)
     products = {"mm", "addmm", "addmm_"}
-    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if op.__name__ in products)
+    counted = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if op.__name__ in products
+    )
     model, length = config.model, config.batch.sequence_length
     tokens = config.batch.batch_size * length
     whole = hardware_flops(model, config.performance, length, tokens)
@@ -158,9 +192,11 @@ TRAIN_ITERS = 2000
 
 
 def simulate(step_s, pauses=lambda iteration: {}, samples=lambda iteration: 8, start=0):
-    """Return (iteration, time left as forecast, time left in truth without stalls) of some iterations.
+    """Return (iteration, time left as forecast, time left in truth without stalls) of some
+    iterations.
 
-    step_s: seconds of an iteration, and of the stall in it. pauses: seconds of those after an iteration, by kind.
+    step_s: seconds of an iteration, and of the stall in it. pauses: seconds of those after an
+    iteration, by kind.
     """
     consumed = [0]
     for iteration in range(1, TRAIN_ITERS + 1):
@@ -168,7 +204,9 @@ def simulate(step_s, pauses=lambda iteration: {}, samples=lambda iteration: 8, s
     times = {iteration: step_s(iteration) for iteration in range(start + 1, TRAIN_ITERS + 1)}
     forecast = Forecast(consumed.__getitem__, TRAIN_ITERS, start)
     forecasts = []
-    left = sum(seconds + sum(pauses(iteration).values()) for iteration, (seconds, _) in times.items())
+    left = sum(
+        seconds + sum(pauses(iteration).values()) for iteration, (seconds, _) in times.items()
+    )
     before = {"validation": 100.0}  # of the weights that the run starts from
     for iteration, (seconds, stall) in times.items():
         forecast.add(iteration, seconds + stall, before)
@@ -182,18 +220,26 @@ def simulate(step_s, pauses=lambda iteration: {}, samples=lambda iteration: 8, s
 
 def worst(forecasts, after=50):
     """Return the largest relative error from iteration `after` to 90 % of the run."""
-    return max(abs(shown / true - 1) for iteration, shown, true in forecasts if after <= iteration <= 1800)
+    return max(
+        abs(shown / true - 1) for iteration, shown, true in forecasts if after <= iteration <= 1800
+    )
 
 
 def noisy(seed, mean_s=1.0, spread=0.1, stalls=()):
-    """Return the seconds of an iteration with noise, and of the stall in it: 30 for some iterations."""
+    """Return the seconds of an iteration with noise, and of the stall in it: 30 for some
+    iterations."""
     generator = random.Random(seed)
-    return lambda iteration: (max(generator.gauss(mean_s, spread), 0.01), 30.0 * (iteration in stalls))
+    return lambda iteration: (
+        max(generator.gauss(mean_s, spread), 0.01),
+        30.0 * (iteration in stalls),
+    )
 
 
 def every(**due):
     """Return the pauses after an iteration; each kind has its interval and its seconds."""
-    return lambda iteration: {kind: seconds for kind, (interval, seconds) in due.items() if iteration % interval == 0}
+    return lambda iteration: {
+        kind: seconds for kind, (interval, seconds) in due.items() if iteration % interval == 0
+    }
 
 
 def test_the_time_left_is_right_to_five_percent():
@@ -201,7 +247,10 @@ def test_the_time_left_is_right_to_five_percent():
     for run, after in (
         *((dict(step_s=noisy(seed)), 50) for seed in range(5)),
         # A save of five steps' length every few iterations.
-        *((dict(step_s=noisy(1), pauses=every(save=(interval, 5.0))), 50) for interval in (10, 20, 45)),
+        *(
+            (dict(step_s=noisy(1), pauses=every(save=(interval, 5.0))), 50)
+            for interval in (10, 20, 45)
+        ),
         # Each kind has a period of its own: between saves, validations do not stand for them.
         (dict(step_s=noisy(2), pauses=every(validation=(10, 2.0), save=(100, 10.0))), 101),
         # A network that hangs for 30 s leaves the forecast as it was.
@@ -240,7 +289,12 @@ class Clock:
 
 
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=64, num_attention_heads=4, head_groups=4, kv_channels=16, ffn_hidden_size=256
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    head_groups=4,
+    kv_channels=16,
+    ffn_hidden_size=256,
 )
 
 
@@ -251,7 +305,9 @@ def make_timer(peak_tflops=None, train_iters=100, iteration=0, **batch):
         training=TrainingConfig(train_iters=train_iters),
     )
     clock = Clock()
-    return StepTimer(config, world_size=2, iteration=iteration, peak_tflops=peak_tflops, clock=clock), clock
+    return StepTimer(
+        config, world_size=2, iteration=iteration, peak_tflops=peak_tflops, clock=clock
+    ), clock
 
 
 def steps(timer, clock, first, last, seconds):
@@ -286,7 +342,9 @@ def test_timer_follows_the_batch_size():
     record, console = timer.lap(5)
     assert record["step_time_ms"] == pytest.approx(1000)
     assert record["tokens_per_sec_per_gpu"] == pytest.approx(20 * 128 / 4.0 / 2)
-    assert record["model_tflops"] == pytest.approx(model_flops(MODEL, 128, 20 * 128) / 4.0 / 2 / 1e12)
+    assert record["model_tflops"] == pytest.approx(
+        model_flops(MODEL, 128, 20 * 128) / 4.0 / 2 / 1e12
+    )
     assert record["hardware_tflops"] == pytest.approx(
         hardware_flops(MODEL, PerformanceConfig(), 128, 20 * 128) / 4.0 / 2 / 1e12
     )
@@ -308,18 +366,23 @@ def test_glances_leave_the_laps_alone():
             with timer.excluded():
                 clock.now += 1000.0
         if iteration in (10, 20):
-            for with_glances, without in zip(timer.lap(iteration), plain.lap(iteration), strict=True):
+            for with_glances, without in zip(
+                timer.lap(iteration), plain.lap(iteration), strict=True
+            ):
                 dates = {"completion_date": None}
                 assert {**with_glances, **dates} == pytest.approx({**without, **dates})
     times = [glance["step_time_ms"] for glance in shown.values()]
     assert times == pytest.approx([30_000, 500, 500, 500, 3500 / 6, 1000])
     assert shown[2]["tokens_per_sec"] == pytest.approx(8 * 128 / 0.5)
     assert "mfu" not in shown[2]  # no peak, no mfu
-    assert "remaining_seconds" not in shown[1] and shown[4]["remaining_seconds"] == pytest.approx(96 * 0.5)
+    assert "remaining_seconds" not in shown[1] and shown[4]["remaining_seconds"] == pytest.approx(
+        96 * 0.5
+    )
 
 
 def test_pace_of_the_bar():
-    """Speed of all ranks, MFU and time left at the usual pace; nothing before a step that counts."""
+    """Speed of all ranks, MFU and time left at the usual pace; nothing before a step that
+    counts."""
     timer, clock = make_timer(peak_tflops=1e-3)
     steps(timer, clock, 1, 1, 30.0)
     assert timer.pace(1) == {}
@@ -327,7 +390,9 @@ def test_pace_of_the_bar():
     mfu = model_flops(MODEL, 128, 1024) / 0.5 / 2 / 1e12 / 1e-3
 
     def pace(iteration):
-        return [timer.pace(iteration)[name] for name in ("tokens_per_sec", "mfu", "remaining_seconds")]
+        return [
+            timer.pace(iteration)[name] for name in ("tokens_per_sec", "mfu", "remaining_seconds")
+        ]
 
     assert pace(11) == pytest.approx([2048, mfu, 44.5])
     with timer.excluded(), timer.pause("save"):
@@ -346,14 +411,25 @@ def test_timer_without_an_iteration_says_nothing_and_survives_endless_runs():
 
 @pytest.mark.parametrize(("options", "share"), [({"fp8": "rowwise"}, 1), ({"int8": True}, 2 / 3)])
 def test_products_in_eight_bits_count_at_twice_the_peak(options, share):
-    """Those of all linear layers in blocks, which `model_flops` has without the layers; int8 rounds two of three.
+    """Those of all linear layers in blocks, which `model_flops` has without the layers; int8 rounds
+    two of three.
 
     Without units for 8 bits they count as the others.
     """
     config = tiny_config(**options, gated=True, head_groups=2)
-    layers = {found: model_layers(config, Kernels(eight_bit_units=found)) for found in ((), (torch.bfloat16,))}
-    flops = {found: sum(each.flops_per_token for each in eight_bit_of(made)) for found, made in layers.items()}
-    matrices = [parameter.spec.numel for parameter in parameters_of(layers[()]) if parameter.spec.matrix_rows]
+    layers = {
+        found: model_layers(config, Kernels(eight_bit_units=found))
+        for found in ((), (torch.bfloat16,))
+    }
+    flops = {
+        found: sum(each.flops_per_token for each in eight_bit_of(made))
+        for found, made in layers.items()
+    }
+    matrices = [
+        parameter.spec.numel
+        for parameter in parameters_of(layers[()])
+        if parameter.spec.matrix_rows
+    ]
     rounded = share * 6.0 * sum(matrices)
     assert list(flops.values()) == pytest.approx([0, rounded])
     clocks = [Clock(), Clock()]
@@ -365,4 +441,6 @@ def test_products_in_eight_bits_count_at_twice_the_peak(options, share):
         steps(timer, clock, 1, 1, 0.5)
     plain, fast = (timer.lap(1)[0] for timer in timers)
     assert fast["model_tflops"] == plain["model_tflops"]
-    assert fast["mfu"] / plain["mfu"] == pytest.approx(1 - 16 * rounded / 2 / model_flops(config.model, 16, 16))
+    assert fast["mfu"] / plain["mfu"] == pytest.approx(
+        1 - 16 * rounded / 2 / model_flops(config.model, 16, 16)
+    )

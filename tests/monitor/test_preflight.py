@@ -1,4 +1,5 @@
-"""--preflight: what is right passes, and each planted fault is named, with the exit code of its kind."""
+"""--preflight: what is right passes, and each planted fault is named, with the exit code of its
+kind."""
 
 import itertools
 import json
@@ -21,12 +22,16 @@ Pairs = dict[tuple[int, int], float]
 
 def ranks_of(*hosts: str, **different: Any) -> list[Facts]:
     """Ranks on these hosts, all right; `different` holds for the last one."""
-    usual: dict[str, Any] = dict(versions=VERSIONS, clock_s=0.001, is_right=True, tflops=1.0, links=[])
+    usual: dict[str, Any] = dict(
+        versions=VERSIONS, clock_s=0.001, is_right=True, tflops=1.0, links=[]
+    )
     ranks = [Facts(host=host, machine=host, **usual) for host in hosts]
     return [*ranks[:-1], ranks[-1]._replace(**different)]
 
 
-def found(ranks: list[Facts], links: Pairs | None = None, earlier: Pairs | None = None) -> list[tuple[type, str]]:
+def found(
+    ranks: list[Facts], links: Pairs | None = None, earlier: Pairs | None = None
+) -> list[tuple[type, str]]:
     return [*problems(ranks, links or {}, earlier or {})]
 
 
@@ -41,7 +46,9 @@ def test_a_wrong_product_is_found() -> None:
     class Faulty(TorchFunctionMode):
         products = 0
 
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = function(*args, **(kwargs or {}))
             if function is torch.Tensor.matmul and result.dtype == torch.float32:
                 self.products += 1
@@ -57,10 +64,15 @@ def test_a_wrong_product_is_found() -> None:
 
 def test_versions_name_the_odd_rank() -> None:
     ((kind, text),) = found(ranks_of("a", "a", "b", versions=VERSIONS | {"numpy": "1.26.0"}))
-    assert kind is UsageError and "numpy differs, 1.26.0 on rank 2 (b); 2.3.1 on rank 0 (a); 1 (a)" in text
+    assert (
+        kind is UsageError
+        and "numpy differs, 1.26.0 on rank 2 (b); 2.3.1 on rank 0 (a); 1 (a)" in text
+    )
 
 
-@pytest.mark.parametrize(("clock_s", "words"), [(30.0, "b is 30.0 s ahead"), (-7.0, "b is 7.0 s behind")])
+@pytest.mark.parametrize(
+    ("clock_s", "words"), [(30.0, "b is 30.0 s ahead"), (-7.0, "b is 7.0 s behind")]
+)
 def test_a_skewed_clock_names_its_host(clock_s: float, words: str) -> None:
     ((kind, text),) = found(ranks_of("a", "a", "b", clock_s=clock_s))
     assert kind is LinkError and words in text
@@ -111,7 +123,9 @@ def test_neighbours_meet_once_and_no_rank_twice_at_a_time(size: int) -> None:
     for turn in turns:
         members = [*itertools.chain(*turn)]
         assert len(members) == len(set(members))
-    around = {tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)} if size > 1 else set()
+    around = (
+        {tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)} if size > 1 else set()
+    )
     assert sorted(itertools.chain(*turns)) == sorted(around)
 
 
@@ -119,10 +133,16 @@ def test_a_healthy_start_is_measured_and_only_that(tmp_path: Path) -> None:
     flags = [*TINY, "--tensor_parallel=2", f"--experiment_dir={tmp_path}", "--preflight=only"]
     for start in range(2):
         log = succeed(flags, 4).output
-        assert "preflight: all checks passed" in log and "right" in log and "nothing was trained" in log
+        assert (
+            "preflight: all checks passed" in log
+            and "right" in log
+            and "nothing was trained" in log
+        )
         record = json.loads((tmp_path / "runs" / str(start) / "artifacts" / FILE_NAME).read_text())
         # Neighbours among all ranks, in both tensor-parallel and in both data-parallel pairs.
-        assert {(low, high) for low, high, _ in record["links"]} == {*itertools.combinations(range(4), 2)}
+        assert {(low, high) for low, high, _ in record["links"]} == {
+            *itertools.combinations(range(4), 2)
+        }
         assert len(record["machines"]) == 4 and all(speed > 0 for *_, speed in record["links"])
     assert not (tmp_path / "checkpoints").exists()
 

@@ -1,4 +1,5 @@
-"""Profiles: which iterations, the trace and tables of PyTorch's own profiler, and the times of the schedule."""
+"""Profiles: which iterations, the trace and tables of PyTorch's own profiler, and the times of the
+schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ import torch
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.profiling.profiles import WatchedStage
-from megatron_lite.monitor.profiling.schedule_report import mean_parts, page, summary, tables, trace_events
+from megatron_lite.monitor.profiling.schedule_report import (
+    mean_parts,
+    page,
+    summary,
+    tables,
+    trace_events,
+)
 from megatron_lite.monitor.profiling.schedule_times import (
     DeviceClock,
     HostClock,
@@ -40,10 +47,11 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, run
 from tests.test_structure import PACKAGE
 
-# -- pure arithmetic on times ----------------------------------------------------------------------------------------
+# -- pure arithmetic on times
+# ----------------------------------------------------------------------------------------
 
-# One iteration of 100 ms: data 10, forward 30 (5 of it waiting for a gather), backward 40, a wait of 4, optimizer 10,
-# of which 2 gather ahead, log 4; 2 ms between the steps.
+# One iteration of 100 ms: data 10, forward 30 (5 of it waiting for a gather), backward 40, a wait
+# of 4, optimizer 10, of which 2 gather ahead, log 4; 2 ms between the steps.
 TRANSFERS = [
     Transfer("gather", 0, 2**20, posted_s=-0.003, waits_s=0.011, done_s=0.016, alone_s=0.012),
     Transfer("reduce", 0, 2**21, posted_s=0.063, waits_s=0.083, done_s=0.087, alone_s=0.030),
@@ -83,10 +91,13 @@ def test_parts_add_up_to_the_wall_time() -> None:
 
 
 def test_hidden_time_is_what_nobody_waited_for() -> None:
-    """takes - exposed, at least 0, at most the time between posting and waiting; unknown without a duration."""
+    """takes - exposed, at least 0, at most the time between posting and waiting; unknown without a
+    duration."""
     assert [t.exposed_s for t in TRANSFERS] == pytest.approx([0.005, 0.004, 0.001])
     assert TRANSFERS[0].hidden_s == pytest.approx(0.007)
-    assert TRANSFERS[1].hidden_s == pytest.approx(0.020)  # 26 ms were not waited for, but it began only 20 before
+    assert TRANSFERS[1].hidden_s == pytest.approx(
+        0.020
+    )  # 26 ms were not waited for, but it began only 20 before
     assert TRANSFERS[2].hidden_s is None
     late = Transfer("gather", 0, 1, posted_s=0.0, waits_s=0.01, done_s=0.05, alone_s=0.002)
     assert late.hidden_s == 0.0  # the wait was for a rank that came later
@@ -97,10 +108,20 @@ def test_hidden_time_is_what_nobody_waited_for() -> None:
 
 
 def test_collectives_on_one_stream_run_one_after_the_other() -> None:
-    """The second is posted while the first still runs, so its time counts from the end of the first."""
+    """The second is posted while the first still runs, so its time counts from the end of the
+    first."""
     assert runs([0.0, 1.0, 9.0], [4.0, 6.0, 10.0]) == [(0.0, 4.0), (4.0, 6.0), (9.0, 10.0)]
     # Posted at 31 ms, it ran from 33 to 63 ms, the last 10 of which were waited for.
-    seen = Transfer("gather", 0, 1, posted_s=0.031, waits_s=0.053, done_s=0.063, ran_s=(0.033, 0.063), alone_s=9.0)
+    seen = Transfer(
+        "gather",
+        0,
+        1,
+        posted_s=0.031,
+        waits_s=0.053,
+        done_s=0.063,
+        ran_s=(0.033, 0.063),
+        alone_s=9.0,
+    )
     assert (seen.takes_s, seen.hidden_s, seen.exposed_s) == pytest.approx((0.030, 0.020, 0.010))
     assert hid_behind(seen, STEPS) == pytest.approx({("forward", 0): 0.008, ("backward", 0): 0.010})
 
@@ -112,28 +133,40 @@ def test_tables_name_steps_collectives_and_what_hid_them() -> None:
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["sum"][-1] == "-"  # of the collectives; hidden time unknown
     assert rows["forward stage 0"][-3:] == ["1", "25.000", "25.000"]
-    reduce = re.search(r"^reduce stage 0 +1 +2\.00 +30\.000 +4\.000 +20\.000 +backward stage 0 100%$", text, re.M)
+    reduce = re.search(
+        r"^reduce stage 0 +1 +2\.00 +30\.000 +4\.000 +20\.000 +backward stage 0 100%$", text, re.M
+    )
     assert reduce, text
     assert re.search(r"^total +100\.000 +100\.0%$", text, re.M)
 
 
 def check_trace(trace: dict[str, Any]) -> None:
-    """Rules of the Trace Event Format: complete events with a duration, and nested, never crossing, on each thread."""
+    """Rules of the Trace Event Format: complete events with a duration, and nested, never crossing,
+    on each thread."""
     for event in trace["traceEvents"]:
-        assert event["ph"] in ("M", "X") and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert (
+            event["ph"] in ("M", "X")
+            and isinstance(event["pid"], int)
+            and isinstance(event["tid"], int)
+        )
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for thread in {event["tid"] for event in spans}:
         open_until: list[float] = []
-        for event in sorted((e for e in spans if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+        for event in sorted(
+            (e for e in spans if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])
+        ):
             assert event["ts"] >= 0 and event["dur"] >= 0
-            while open_until and open_until[-1] <= event["ts"] + 0.002:  # times are rounded to nanoseconds
+            while (
+                open_until and open_until[-1] <= event["ts"] + 0.002
+            ):  # times are rounded to nanoseconds
                 open_until.pop()
             assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002, event
             open_until.append(event["ts"] + event["dur"])
 
 
 def test_the_trace_of_a_schedule_nests() -> None:
-    """Waits lie inside of steps, steps inside of the iteration, and collectives that overlap on different threads."""
+    """Waits lie inside of steps, steps inside of the iteration, and collectives that overlap on
+    different threads."""
     overlapping = [Transfer("gather", 1, 8, 0.001, 0.041, 0.042), *TRANSFERS]
     trace = trace_events([IterationTimes(7, 0.0, 0.1, STEPS, overlapping)], rank=3)
     check_trace(trace)
@@ -142,16 +175,22 @@ def test_the_trace_of_a_schedule_nests() -> None:
     threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert threads == {"steps", "collectives 1", "collectives 2"}
     reduce = next(e for e in trace["traceEvents"] if e["name"] == "reduce stage 0" and e["tid"] > 0)
-    assert reduce["args"] == pytest.approx({"bytes": 2**21, "exposed_ms": 4, "takes_ms": 30, "hidden_ms": 20})
+    assert reduce["args"] == pytest.approx(
+        {"bytes": 2**21, "exposed_ms": 4, "takes_ms": 30, "hidden_ms": 20}
+    )
 
 
 def test_the_page_of_a_schedule(tmp_path: Path) -> None:
-    """One file, without anything from elsewhere; a bar for each event, with its numbers; long profiles are cut."""
+    """One file, without anything from elsewhere; a bar for each event, with its numbers; long
+    profiles are cut."""
     text = page([TIMES], rank=1, world_size=2)
     assert "http" not in text and 'src="' not in text and "<link" not in text
     assert text.count("<rect ") == len(STEPS) + 2 * len(TRANSFERS) + 1
     words = "reduce stage 0: 24.000 ms, exposed 4.000 ms, takes 30.000 ms, hidden 20.000 ms"
-    assert f'<rect class="reduce" x="66000.0" y="26" width="24000.0" height="20" data-name="{words}"/>' in text
+    assert (
+        f'<rect class="reduce" x="66000.0" y="26" width="24000.0" height="20" data-name="{words}"/>'
+        in text
+    )
     assert tables([TIMES], 1, 2) in text
     many = IterationTimes(8, 0.0, 0.1, STEPS * 4000, TRANSFERS)
     assert "Shown: iteration 7." in page([TIMES, many], 0, 1) and "Shown" not in page([many], 0, 1)
@@ -159,7 +198,8 @@ def test_the_page_of_a_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.guides
 def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
-    """Chromium runs the script without an error: the wheel zooms in around the pointer, which reads out a bar."""
+    """Chromium runs the script without an error: the wheel zooms in around the pointer, which reads
+    out a bar."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium")
@@ -178,18 +218,24 @@ def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
         "--enable-logging=stderr",
         "--window-size=1000,600",
     ]
-    command += [f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", f"file://{tmp_path}/page.html"]
+    command += [
+        f"--user-data-dir={tmp_path / 'browser'}",
+        "--dump-dom",
+        f"file://{tmp_path}/page.html",
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "CONSOLE" not in shown.stderr and 'id="words" data-ready="1"' in shown.stdout
     box = re.search(r'viewBox="([\d.]+) 0 ([\d.]+) ', shown.stdout)
     assert box and float(box[2]) == pytest.approx(103000 / math.e, rel=1e-3)
     assert float(box[1]) == pytest.approx(103000 / 2 * (1 - 1 / math.e), rel=1e-2)  # the border
     assert (
-        '<p id="words" data-ready="1">backward stage 0, micro-batch 0: 40.000 ms, waited 0.000 ms</p>' in shown.stdout
+        '<p id="words" data-ready="1">backward stage 0, micro-batch 0: 40.000 ms, waited 0.000 ms</p>'
+        in shown.stdout
     )
 
 
-# -- recording -------------------------------------------------------------------------------------------------------
+# -- recording
+# -------------------------------------------------------------------------------------------------------
 
 
 class StepClock:
@@ -224,7 +270,8 @@ class SlowWork:
 
 @pytest.mark.parametrize("sees_arrivals", [False, True])
 def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
-    """A gather posted in the warm-up and waited for in a forward pass; the second wait for it is free."""
+    """A gather posted in the warm-up and waited for in a forward pass; the second wait for it is
+    free."""
     clock = StepClock(sees_arrivals)
     recorder = ScheduleRecorder(clock, {("gather", 1): 1.5})
     work = SlowWork(clock)
@@ -242,14 +289,17 @@ def test_waits_are_exposed_where_they_happen(sees_arrivals: bool) -> None:
     recorder.lap(2, keep=True)
     (times,) = recorder.take()
     assert (times.iteration, times.start_s, times.end_s, work.waits) == (2, 0.5, 1.75, 2)
-    gather = Transfer("gather", 1, 4096, 0.0, 0.75, 1.75, (0.0, 1.75) if sees_arrivals else None, 1.5)
+    gather = Transfer(
+        "gather", 1, 4096, 0.0, 0.75, 1.75, (0.0, 1.75) if sees_arrivals else None, 1.5
+    )
     assert times.steps[0] == TimedVerb("forward", 1, 0, 0.5, 1.75, [gather])
     assert times.transfers == [gather]
     assert times.transfers[0].hidden_s == (0.75 if sees_arrivals else 0.5)
 
 
 def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for streams and events: another stream waits for arrivals, and the host for none."""
+    """With stand-ins for streams and events: another stream waits for arrivals, and the host for
+    none."""
     now_ms = 0.0
     current = ["main"]
     log = list[str]()
@@ -259,7 +309,9 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
             assert enable_timing
 
         def record(self) -> None:
-            self.at_ms = now_ms + (5.0 if current[-1] == "side" else 0.0)  # what that stream waits for comes later
+            self.at_ms = now_ms + (
+                5.0 if current[-1] == "side" else 0.0
+            )  # what that stream waits for comes later
 
         def synchronize(self) -> None:
             log.append("host waits")
@@ -291,16 +343,22 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
         pass
     recorder.lap(1, keep=True)
     assert log == ["side waits", "main waits"]
-    ((transfer,),) = [times.transfers for times in recorder.take()]  # the only place where the host may wait
+    ((transfer,),) = [
+        times.transfers for times in recorder.take()
+    ]  # the only place where the host may wait
     assert transfer.ran_s == (0.0, 0.005) and transfer.hidden_s == 0.002
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero_stage": 3, "depth_first_micro_batches": 2}, pytest.param({"zero_stage": 1}, marks=pytest.mark.slow)],
+    [
+        {"zero_stage": 3, "depth_first_micro_batches": 2},
+        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> None:
-    """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay the same."""
+    """One simulated rank of two: the verbs come in the order of the schedule, and the numbers stay
+    the same."""
     options = {"batch_size": None, "micro_batch_size": 1, "num_layers": 3, **options}
     plain, profiled = Engine(SimulatedRanks(), options), Engine(SimulatedRanks(), options)
     assert [*plain.model._verbs.values()] == plain.model.stages
@@ -324,21 +382,27 @@ def test_every_step_of_the_schedule_is_timed_once(options: dict[str, Any]) -> No
     assert sum(parts(times).values()) == pytest.approx(times.end_s - times.start_s)
 
 
-# -- the real profiler and real ranks ----------------------------------------------------------------------------------
+# -- the real profiler and real ranks
+# ----------------------------------------------------------------------------------
 
 
 def profiled_run(distributed: Distributed, folder: str, options: dict[str, Any]) -> None:
     """A run to its end, after which nothing of the profiles is left in the way of a step.
 
-    A stand-in for torch's compiler has the one setting that the profiler reads: its import takes seconds.
+    A stand-in for torch's compiler has the one setting that the profiler reads: its import takes
+    seconds.
     """
     config: Any = SimpleNamespace(triton=SimpleNamespace(cudagraphs=False))
     compiler: Any = SimpleNamespace(config=config)
     sys.modules |= {"torch._inductor": compiler, "torch._inductor.config": config}
-    run = train_whole(distributed, tiny_config(distributed.world_size, experiment_dir=folder, **options))
+    run = train_whole(
+        distributed, tiny_config(distributed.world_size, experiment_dir=folder, **options)
+    )
     if run.profiles is not None:
         run.profiles.close()
-    assert [*run.model._verbs.values()] == run.model.stages and run.distributed.traffic.recorder is None
+    assert [
+        *run.model._verbs.values()
+    ] == run.model.stages and run.distributed.traffic.recorder is None
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -347,10 +411,13 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("skip", "profiled", "begun"), [(0, "iterations_2-3", {2, 3}), (3, "iteration_5", {5, 6})], ids=["whole", "cut"]
+    ("skip", "profiled", "begun"),
+    [(0, "iterations_2-3", {2, 3}), (3, "iteration_5", {5, 6})],
+    ids=["whole", "cut"],
 )
 def test_two_ranks(tmp_path: Path, skip: int, profiled: str, begun: set[int]) -> None:
-    """Warm-up 1, profile 2-3; or warm-up 4, profile from 5 on, where --stop_interval ends the start: 6 has just begun.
+    """Warm-up 1, profile 2-3; or warm-up 4, profile from 5 on, where --stop_interval ends the
+    start: 6 has just begun.
 
     Rank 1 alone writes traces with our names, and tables; every step is there, once each.
     """
@@ -371,7 +438,9 @@ def test_two_ranks(tmp_path: Path, skip: int, profiled: str, begun: set[int]) ->
     assert files == [f"{profiled}_rank_001.{kind}" for kind in kinds]
     start = tmp_path / "profiles" / f"{profiled}_rank_001"
     trace = read_trace(start.with_suffix(".trace.json.gz"))
-    names = Counter(event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    names = Counter(
+        event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"
+    )
     assert {number for number in range(1, 9) if names[f"iteration {number}"]} == begun
     schedule = read_trace(start.with_suffix(".schedule.json.gz"))
     check_trace(schedule)
@@ -383,10 +452,15 @@ def test_two_ranks(tmp_path: Path, skip: int, profiled: str, begun: set[int]) ->
                 name = f"{verb} stage {stage}, micro-batch {micro_batch}"
                 assert timed[name] == names[name] == iterations, name
         assert timed[f"wait for reduce stage {stage}"] >= iterations
-    assert any(event["name"].startswith("gather stage") and event["tid"] for event in schedule["traceEvents"])
+    assert any(
+        event["name"].startswith("gather stage") and event["tid"]
+        for event in schedule["traceEvents"]
+    )
     assert "aten::" in start.with_suffix(".averages.txt").read_text()
     rows = start.with_suffix(".schedule.txt").read_text()
-    assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(r"^gather stage 1 +3 ", rows, re.M), rows
+    assert re.search(r"^total +[\d.]+ +100\.0%$", rows, re.M) and re.search(
+        r"^gather stage 1 +3 ", rows, re.M
+    ), rows
 
 
 def run_with_a_slow_rank(distributed: Distributed, folder: str, delay_s: float) -> None:
@@ -405,33 +479,52 @@ def run_with_a_slow_rank(distributed: Distributed, folder: str, delay_s: float) 
 
 @pytest.mark.slow
 def test_the_wait_for_a_slow_rank_is_exposed(tmp_path: Path) -> None:
-    """One rank is late by 200 ms an iteration: the other stands still so long, in a collective that takes far less."""
+    """One rank is late by 200 ms an iteration: the other stands still so long, in a collective that
+    takes far less."""
     run_distributed(2, run_with_a_slow_rank, str(tmp_path), 0.2)
     exposed_ms, takes_ms = [], []
     for rank in range(2):
-        trace = read_trace(tmp_path / "profiles" / f"iterations_3-4_rank_{rank:03d}.schedule.json.gz")
-        collectives = [event["args"] for event in trace["traceEvents"] if "exposed_ms" in event.get("args", {})]
+        trace = read_trace(
+            tmp_path / "profiles" / f"iterations_3-4_rank_{rank:03d}.schedule.json.gz"
+        )
+        collectives = [
+            event["args"] for event in trace["traceEvents"] if "exposed_ms" in event.get("args", {})
+        ]
         exposed_ms.append(sum(values["exposed_ms"] for values in collectives) / 2)
         takes_ms.append(sum(values.get("takes_ms", 0.0) for values in collectives) / 2)
     assert exposed_ms[0] > 150 > 2 * takes_ms[0] and exposed_ms[1] < 100, (exposed_ms, takes_ms)
 
 
 def test_nothing_imports_profiles_while_they_are_off() -> None:
-    """The code of profiles is imported inside of a function behind the options only, if not by itself."""
+    """The code of profiles is imported inside of a function behind the options only, if not by
+    itself."""
     modules = [module for module in PACKAGE.rglob("*.py") if module.parent.name != "profiling"]
     at_once = re.compile(r"^(import|from) .*monitor\.profiling", re.M)
     assert [module.name for module in modules if at_once.search(module.read_text("utf-8"))] == []
 
 
 def test_flags_say_what_they_do(tmp_path: Path) -> None:
-    """A line in the log, and the names of the files; a profile that never begins, and one without a result, say so."""
-    outcome = run([*TINY, "--train_iters=3", f"--experiment_dir={tmp_path}", "--profile_schedule=1"])
+    """A line in the log, and the names of the files; a profile that never begins, and one without a
+    result, say so."""
+    outcome = run(
+        [*TINY, "--train_iters=3", f"--experiment_dir={tmp_path}", "--profile_schedule=1"]
+    )
     assert outcome.codes == [0]
-    assert re.search(r"^schedule of iteration 3: [\d.]+ ms each: .*backward \d+%", outcome.output, re.M)
-    assert "profile of iteration 3: iteration_3_rank_000.schedule.txt, iteration_3_rank_000.sch" in outcome.output
-    outcome = run([*TINY, "--train_iters=2", "--profile_schedule=1", "--profile_cuda=1", "--profile_skip=9"])
+    assert re.search(
+        r"^schedule of iteration 3: [\d.]+ ms each: .*backward \d+%", outcome.output, re.M
+    )
+    assert (
+        "profile of iteration 3: iteration_3_rank_000.schedule.txt, iteration_3_rank_000.sch"
+        in outcome.output
+    )
+    outcome = run(
+        [*TINY, "--train_iters=2", "--profile_schedule=1", "--profile_cuda=1", "--profile_skip=9"]
+    )
     assert "--profile_skip=9: no iteration is profiled" in outcome.output
-    assert "no iteration was profiled: the first would have been iteration 11 of this start" in outcome.output
+    assert (
+        "no iteration was profiled: the first would have been iteration 11 of this start"
+        in outcome.output
+    )
     assert "--profile_schedule has no effect without --experiment_dir" in outcome.output
     assert "--profile_cuda=1 has no effect on a CPU" in outcome.output
 
@@ -440,6 +533,11 @@ def test_a_stopped_run_saves_first(tmp_path: Path) -> None:
     """A start ends in its first profile: the checkpoint is saved before the profile is written."""
     flags = [*TINY, f"--experiment_dir={tmp_path}", "--stop_interval=4"]
     outcome = run([*flags, "--profile_schedule=1", "--profile_active=100"])
-    assert outcome.codes == [0] and (tmp_path / "profiles" / "iterations_3-4_rank_000.schedule.txt").is_file()
-    saved, profiled = (outcome.output.index(text) for text in ("checkpoints/4 (", "profile of iterations 3-4: "))
+    assert (
+        outcome.codes == [0]
+        and (tmp_path / "profiles" / "iterations_3-4_rank_000.schedule.txt").is_file()
+    )
+    saved, profiled = (
+        outcome.output.index(text) for text in ("checkpoints/4 (", "profile of iterations 3-4: ")
+    )
     assert saved < profiled

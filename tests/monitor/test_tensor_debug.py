@@ -20,7 +20,13 @@ from torch import Tensor
 from megatron_lite.config import Config, RunConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor import hashes, tensor_debug, tensor_log
-from megatron_lite.monitor.tensor_debug import LEVELS, TensorDebugger, join_ranks, memory_in_use, open_debugger
+from megatron_lite.monitor.tensor_debug import (
+    LEVELS,
+    TensorDebugger,
+    join_ranks,
+    memory_in_use,
+    open_debugger,
+)
 from megatron_lite.monitor.tensor_log import (
     TensorEntry,
     compute_statistics,
@@ -32,7 +38,11 @@ from megatron_lite.monitor.tensor_log import (
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.zero.layout import lay_out
 
-SHAPES = {"embedding.word.weight": (10, 8), "blocks.0.norm.weight": (8,), "blocks.0.up.weight": (24, 8)}
+SHAPES = {
+    "embedding.word.weight": (10, 8),
+    "blocks.0.norm.weight": (8,),
+    "blocks.0.up.weight": (24, 8),
+}
 STAGES = [("embedding.word.weight",), ("blocks.0.norm.weight", "blocks.0.up.weight")]
 
 
@@ -45,8 +55,13 @@ def values(name: str, salt: float = 0.0) -> Tensor:
 class FakePart:
     """A stage's shard on one rank."""
 
-    def __init__(self, names: tuple[str, ...], rank: int, world_size: int, frozen: bool = False) -> None:
-        specs = [ParameterSpec(name, SHAPES[name], Initializer("constant", 0.0), "norm" not in name) for name in names]
+    def __init__(
+        self, names: tuple[str, ...], rank: int, world_size: int, frozen: bool = False
+    ) -> None:
+        specs = [
+            ParameterSpec(name, SHAPES[name], Initializer("constant", 0.0), "norm" not in name)
+            for name in names
+        ]
         self.layout = lay_out(specs, world_size)
         self.frozen = frozen
         self.has_state = not frozen
@@ -64,9 +79,13 @@ class FakePart:
 
 
 class FakeModel:
-    def __init__(self, rank: int = 0, world_size: int = 1, frozen: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, frozen: frozenset[int] = frozenset()
+    ) -> None:
         self.stages = [SimpleNamespace(observer=None) for _ in STAGES]
-        self._parts = [(i, FakePart(names, rank, world_size, i in frozen)) for i, names in enumerate(STAGES)]
+        self._parts = [
+            (i, FakePart(names, rank, world_size, i in frozen)) for i, names in enumerate(STAGES)
+        ]
 
     def observe(self, observer: TensorDebugger) -> None:
         for stage in self.stages:
@@ -82,7 +101,9 @@ def alone(tensor: Tensor) -> list[Tensor]:
 
 def make_config(micro_batches: int = 1, **options: Any) -> Config:
     config = Config(run=RunConfig(**options))
-    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, sequential_micro_batches=micro_batches))
+    return dataclasses.replace(
+        config, batch=dataclasses.replace(config.batch, sequential_micro_batches=micro_batches)
+    )
 
 
 class Lines(logging.Handler):
@@ -91,7 +112,11 @@ class Lines(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}" if record.levelno > 20 else record.getMessage())
+        self.lines.append(
+            f"{record.levelname} {record.getMessage()}"
+            if record.levelno > 20
+            else record.getMessage()
+        )
 
 
 def make_logger(rank: int = 0) -> tuple[logging.Logger, list[str]]:
@@ -104,16 +129,23 @@ def fake_ranks(rank: int, world_size: int, gather: Callable[[Tensor], list[Tenso
     """Return what the debugger needs of `Distributed`."""
     data, tensor = SimpleNamespace(rank=rank), SimpleNamespace(rank=0, world_size=1)
     layers = SimpleNamespace(rank=rank, gathered=lambda tensor, _: torch.stack(gather(tensor)))
-    return SimpleNamespace(rank=rank, world_size=world_size, layers=layers, data=data, tensor=tensor)
+    return SimpleNamespace(
+        rank=rank, world_size=world_size, layers=layers, data=data, tensor=tensor
+    )
 
 
-def open_alone(artifacts: Path | None = None, **options: Any) -> tuple[TensorDebugger | None, list[str]]:
+def open_alone(
+    artifacts: Path | None = None, **options: Any
+) -> tuple[TensorDebugger | None, list[str]]:
     logger, lines = make_logger()
     return open_debugger(make_config(**options), logger, fake_ranks(0, 1, alone), artifacts), lines
 
 
-def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0, micro_batches: int = 1) -> None:
-    """Do what a run does: initialize, then one iteration of a two-layer model, hidden (2, 3, 4) on each rank."""
+def run_phases(
+    debugger: TensorDebugger | None, model: FakeModel, rank: int = 0, micro_batches: int = 1
+) -> None:
+    """Do what a run does: initialize, then one iteration of a two-layer model, hidden (2, 3, 4) on
+    each rank."""
     if debugger is None:
         return
     debugger.attach(model)
@@ -129,7 +161,9 @@ def run_phases(debugger: TensorDebugger | None, model: FakeModel, rank: int = 0,
         debugger.gradients_reduced(model)
         debugger.parameters(model, "update")
     if observer:
-        observer.layer_output("embedding", torch.ones(2, 3, 4), 0)  # an evaluation between iterations
+        observer.layer_output(
+            "embedding", torch.ones(2, 3, 4), 0
+        )  # an evaluation between iterations
 
 
 def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]:
@@ -141,7 +175,8 @@ def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]
 
 
 def test_statistics_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mean, standard deviation and extremes agree with numpy in float64 to 1e-12, in one chunk and in many."""
+    """Mean, standard deviation and extremes agree with numpy in float64 to 1e-12, in one chunk and
+    in many."""
     dtypes, shapes = (torch.float32, torch.bfloat16, torch.float16), ((1,), (7, 13), (3, 5, 7))
     for dtype, shape in itertools.product(dtypes, shapes):
         tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 50).to(dtype)
@@ -153,14 +188,27 @@ def test_statistics_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> Non
             cut = compute_statistics(tensor.view(-1))
         for statistics in (whole, cut):
             assert statistics.mean == pytest.approx(expected.mean(), rel=1e-12), (dtype, shape)
-            assert statistics.std == pytest.approx(expected.std(), rel=1e-9, abs=1e-12), (dtype, shape)
-            assert statistics.rms == pytest.approx(np.sqrt((expected**2).mean()), rel=1e-12), (dtype, shape)
-            assert (statistics.minimum, statistics.maximum) == (expected.min(), expected.max()), (dtype, shape)
-            assert statistics.not_finite == 0 and statistics.checksum == whole.checksum, (dtype, shape)
+            assert statistics.std == pytest.approx(expected.std(), rel=1e-9, abs=1e-12), (
+                dtype,
+                shape,
+            )
+            assert statistics.rms == pytest.approx(np.sqrt((expected**2).mean()), rel=1e-12), (
+                dtype,
+                shape,
+            )
+            assert (statistics.minimum, statistics.maximum) == (expected.min(), expected.max()), (
+                dtype,
+                shape,
+            )
+            assert statistics.not_finite == 0 and statistics.checksum == whole.checksum, (
+                dtype,
+                shape,
+            )
 
 
 def test_checksum_sees_only_values() -> None:
-    """The sign of a zero and the bits of a NaN change nothing; everything else does, as `bit_hash` is tested to see."""
+    """The sign of a zero and the bits of a NaN change nothing; everything else does, as `bit_hash`
+    is tested to see."""
     zeros = torch.zeros(5)
     assert compute_statistics(zeros).checksum == compute_statistics(-zeros).checksum
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -171,19 +219,27 @@ def test_checksum_sees_only_values() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_comes_to_the_same_summary(dtype: torch.dtype) -> None:
-    """Checksum, extremes and samples of a tensor are those of its copy on the CPU, mean and deviation to 1e-12."""
+    """Checksum, extremes and samples of a tensor are those of its copy on the CPU, mean and
+    deviation to 1e-12."""
     tensor = torch.randn(3, 1000, 777, generator=torch.Generator().manual_seed(1)).to(dtype)
     there, here = summarize("x", tensor.cuda(), 12), summarize("x", tensor, 12)
     assert there.statistics is not None and here.statistics is not None
     for name in ("checksum", "minimum", "maximum", "not_finite"):
         assert getattr(there.statistics, name) == getattr(here.statistics, name)
     for name in ("mean", "std"):
-        assert getattr(there.statistics, name) == pytest.approx(getattr(here.statistics, name), rel=1e-12, abs=1e-15)
-    assert there.samples is not None and here.samples is not None and torch.equal(there.samples, here.samples)
+        assert getattr(there.statistics, name) == pytest.approx(
+            getattr(here.statistics, name), rel=1e-12, abs=1e-15
+        )
+    assert (
+        there.samples is not None
+        and here.samples is not None
+        and torch.equal(there.samples, here.samples)
+    )
 
 
 def test_samples_are_spread_evenly() -> None:
-    """`count` of ten elements, one of each tenth, quarter, ...; all where there are fewer; exact in fp32."""
+    """`count` of ten elements, one of each tenth, quarter, ...; all where there are fewer; exact in
+    fp32."""
     flat = torch.arange(10, dtype=torch.bfloat16)
     for count, positions in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (16, list(range(10)))):
         samples = take_samples(flat, count)
@@ -191,7 +247,8 @@ def test_samples_are_spread_evenly() -> None:
 
 
 def test_samples_see_every_column() -> None:
-    """And every row, and no element twice, although the width divides the distance between samples."""
+    """And every row, and no element twice, although the width divides the distance between
+    samples."""
     for shape, count in (((64, 32), 64), ((64, 32), 128), ((4, 16, 128), 256), ((3, 7), 16)):
         samples = take_samples(torch.arange(float(np.prod(shape))), count)
         assert len(set(samples.tolist())) == count, shape
@@ -201,7 +258,8 @@ def test_samples_see_every_column() -> None:
 
 
 def test_levels() -> None:
-    """1: shape, dtype, device; 2: and mean and std; from 3 on: and 2**(level - 3) samples, at most all."""
+    """1: shape, dtype, device; 2: and mean and std; from 3 on: and 2**(level - 3) samples, at most
+    all."""
     for level, samples in ((1, None), (2, None), (3, 1), (4, 2), (7, 16), (9, 60), (30, 60)):
         entry = summarize("x", torch.randn(3, 4, 5).transpose(0, 1), level)
         assert (entry.shape, entry.dtype, entry.device) == ((4, 3, 5), "float32", "cpu")
@@ -216,9 +274,15 @@ def test_lines() -> None:
     """Some or all samples; what is not finite is counted; a rank's shard may be all padding."""
     line = summarize("x", torch.arange(64.0), 9).line()
     eight = " ".join(f"{number}.0000e+00" for number in range(8))
-    assert re.findall(r"samples (.*)", line) == [f"{eight} ... (64 in all)"] and "NOT FINITE" not in line
+    assert (
+        re.findall(r"samples (.*)", line) == [f"{eight} ... (64 in all)"]
+        and "NOT FINITE" not in line
+    )
     assert "in all" not in summarize("x", torch.arange(8.0), 9).line()
-    assert "3 NOT FINITE" in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line()
+    assert (
+        "3 NOT FINITE"
+        in summarize("x", torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]), 2).line()
+    )
     empty = summarize("x", torch.empty(0), 5)
     assert empty.statistics is None and empty.samples is not None and empty.samples.numel() == 0
     assert empty.line().startswith("x | (0,) float32 cpu")
@@ -228,9 +292,17 @@ def test_lines() -> None:
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
-    """Everything comes back as it was, in order, whatever its values; nothing else is left in the folder."""
-    tensors = {"b fw, mb=1/2": torch.randn(4, 3), "a": torch.tensor([torch.nan, -torch.inf, 1e-40]), "c": torch.ones(2)}
-    entries = [summarize(name, tensor, level) for level, (name, tensor) in zip((5, 4, 1), tensors.items(), strict=True)]
+    """Everything comes back as it was, in order, whatever its values; nothing else is left in the
+    folder."""
+    tensors = {
+        "b fw, mb=1/2": torch.randn(4, 3),
+        "a": torch.tensor([torch.nan, -torch.inf, 1e-40]),
+        "c": torch.ones(2),
+    }
+    entries = [
+        summarize(name, tensor, level)
+        for level, (name, tensor) in zip((5, 4, 1), tensors.items(), strict=True)
+    ]
     path = tmp_path / "artifacts" / "log.safetensors"
     mask = os.umask(0o022)
     write_tensor_log(path, entries, {"phase": "init"})
@@ -273,8 +345,15 @@ EXPECTED = {
 
 
 def test_every_level_option_is_tested() -> None:
-    names = {field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("debug_")}
-    others = {"debug_global_tensors", "debug_activation_memory", "debug_tensor_parallel", "debug_schedule"}
+    names = {
+        field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("debug_")
+    }
+    others = {
+        "debug_global_tensors",
+        "debug_activation_memory",
+        "debug_tensor_parallel",
+        "debug_schedule",
+    }
     assert names == {*LEVELS, *others}
     assert set(LEVELS) == set(EXPECTED)
 
@@ -284,14 +363,17 @@ def test_each_option_logs_its_tensors_and_no_others() -> None:
         debugger, lines = open_alone(**{name: level})
         run_phases(debugger, FakeModel())
         phase = "init" if name == "debug_param_init" else "train_00001"
-        assert [line.split(" | ")[:2] for line in lines] == [[phase, tensor] for tensor in EXPECTED[name]]
+        assert [line.split(" | ")[:2] for line in lines] == [
+            [phase, tensor] for tensor in EXPECTED[name]
+        ]
         for line in lines:
             assert len(line.split(" | ")) == 3 + (level >= 2) + (level >= 3), line
             assert re.search(r"\| \([\d, ]*\) float32 cpu", line), line
 
 
 def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
-    """Values come from the shards without padding; a frozen stage has parameters but no gradient."""
+    """Values come from the shards without padding; a frozen stage has parameters but no
+    gradient."""
     options = {name: 20 for name in LEVELS}
     debugger, _ = open_alone(tmp_path, save_tensor_logs=True, show_tensor_logs=False, **options)
     run_phases(debugger, FakeModel(frozen=frozenset({1})))
@@ -304,11 +386,14 @@ def test_parameters_and_gradients_are_the_right_ones(tmp_path: Path) -> None:
     assert word is not None and torch.equal(word, values("embedding.word.weight", 0.5).view(-1))
     shard = trained["stage 0 gradient shards"].samples
     assert shard is not None and torch.equal(shard, word)
-    assert not [name for name in trained if name.startswith(("stage 1", "blocks.0")) and "gradient" in name]
+    assert not [
+        name for name in trained if name.startswith(("stage 1", "blocks.0")) and "gradient" in name
+    ]
 
 
 def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
-    """Without --debug_global_tensors there is no collective: every rank logs its own outputs and its own pieces."""
+    """Without --debug_global_tensors there is no collective: every rank logs its own outputs and
+    its own pieces."""
     options = {name: 20 for name in LEVELS}
 
     def run(rank: int) -> dict[str, TensorEntry]:
@@ -332,11 +417,17 @@ def test_local_tensors_are_each_ranks_own(tmp_path: Path) -> None:
                 entry.samples
                 for entries in ranks
                 for label, entry in entries.items()
-                if re.fullmatch(rf"{re.escape(name)}(\[\d+:\d+\])? {what}", label) and entry.samples is not None
+                if re.fullmatch(rf"{re.escape(name)}(\[\d+:\d+\])? {what}", label)
+                and entry.samples is not None
             ]
             assert torch.equal(torch.cat(pieces), values(name, salt).view(-1)), name
-    assert "embedding.word.weight[0:64] update" in ranks[0] and "embedding.word.weight[64:80] update" in ranks[1]
-    assert ranks[0]["stage 0 gradient shard"].shape == (64,) and ranks[1]["stage 0 gradient shard"].shape == (16,)
+    assert (
+        "embedding.word.weight[0:64] update" in ranks[0]
+        and "embedding.word.weight[64:80] update" in ranks[1]
+    )
+    assert ranks[0]["stage 0 gradient shard"].shape == (64,) and ranks[1][
+        "stage 0 gradient shard"
+    ].shape == (16,)
 
 
 def test_join_ranks_keeps_the_dtype_of_a_loss() -> None:
@@ -363,10 +454,20 @@ def test_observer_only_where_layers_are_wanted() -> None:
 
 
 def test_options_without_effect_cost_nothing(tmp_path: Path) -> None:
-    """With nothing to show or save there is no debugger, unless for the memory; no line, and no file."""
+    """With nothing to show or save there is no debugger, unless for the memory; no line, and no
+    file."""
     silent = {"show_tensor_logs": False, "debug_layer_outputs": 2}
-    unused: list[dict[str, Any]] = [{}, {"debug_tensor_parallel": True}, {"save_tensor_logs": True}, silent]
-    for options in (*unused, {**silent, "debug_activation_memory": True}, {**silent, "save_tensor_logs": True}):
+    unused: list[dict[str, Any]] = [
+        {},
+        {"debug_tensor_parallel": True},
+        {"save_tensor_logs": True},
+        silent,
+    ]
+    for options in (
+        *unused,
+        {**silent, "debug_activation_memory": True},
+        {**silent, "save_tensor_logs": True},
+    ):
         saves = options.keys() > silent.keys() and "save_tensor_logs" in options
         debugger, lines = open_alone(tmp_path, **options)
         assert (debugger is None) == (options in unused)
@@ -395,7 +496,10 @@ def test_names_that_repeat_are_numbered(tmp_path: Path) -> None:
     with debugger.phase("train_00001"):
         for value in (1.0, 2.0):
             debugger.layer_output("blocks.0", torch.full((1,), value), 0)
-    assert list(logged(tmp_path, "train_00001")) == ["blocks.0 fw, mb=1/1", "blocks.0 fw, mb=1/1 #2"]
+    assert list(logged(tmp_path, "train_00001")) == [
+        "blocks.0 fw, mb=1/1",
+        "blocks.0 fw, mb=1/1 #2",
+    ]
 
 
 def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None:
@@ -411,7 +515,8 @@ def test_disk_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None
 
 
 def test_memory_after_each_layer() -> None:
-    """One line per layer and direction, without tensors; on CPU it says that it is the process's resident set."""
+    """One line per layer and direction, without tensors; on CPU it says that it is the process's
+    resident set."""
     debugger, lines = open_alone(debug_activation_memory=True)
     run_phases(debugger, FakeModel())
     with debugger.phase("train_00002"):
@@ -422,11 +527,14 @@ def test_memory_after_each_layer() -> None:
         "head bw, mb=1/1",
         "embedding bw, mb=1/1",
     ]
-    assert all(re.search(r"\| memory: resident set of the process [\d,]+\.\d MiB$", line) for line in lines), lines
+    assert all(
+        re.search(r"\| memory: resident set of the process [\d,]+\.\d MiB$", line) for line in lines
+    ), lines
 
 
 def test_memory_in_use_is_measured() -> None:
-    """On CPU the memory in use grows by 64 MiB of new pages, within 8 MiB (a tensor may lie in pages freed before)."""
+    """On CPU the memory in use grows by 64 MiB of new pages, within 8 MiB (a tensor may lie in
+    pages freed before)."""
 
     def resident() -> float:
         found = re.search(r"([\d,]+\.\d) MiB", memory_in_use(torch.device("cpu")))
@@ -448,4 +556,7 @@ def test_memory_on_a_gpu_is_that_of_the_allocator(monkeypatch: pytest.MonkeyPatc
 def test_memory_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc only the peak is known, and the text says so."""
     monkeypatch.setattr(tensor_debug, "proc_file", lambda pid, name: b"")
-    assert re.fullmatch(r"largest resident set of the process so far [\d,.]+ MiB", memory_in_use(torch.device("cpu")))
+    assert re.fullmatch(
+        r"largest resident set of the process so far [\d,.]+ MiB",
+        memory_in_use(torch.device("cpu")),
+    )

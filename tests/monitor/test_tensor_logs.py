@@ -1,4 +1,5 @@
-"""The debug options in full runs: what each prints and saves, and tensor logs that compare two runs."""
+"""The debug options in full runs: what each prints and saves, and tensor logs that compare two
+runs."""
 
 import contextlib
 import re
@@ -41,7 +42,8 @@ COMMON: Options = {
     "depth_first_micro_batches": 1,
     "breadth_first_micro_batches": 2,
     "lr_warmup": 1,
-    # A key's bias has no effect, so its gradient is all rounding, which Adam blows up to whole steps.
+    # A key's bias has no effect, so its gradient is all rounding, which Adam blows up to whole
+    # steps.
     "add_linear_biases": False,
 }
 
@@ -105,7 +107,11 @@ RUNS: dict[int, dict[str, Options]] = {
     2: {
         **{f"zero {stage}": {"zero_stage": stage, **NARROW} for stage in (1, 2, 3)},
         **dict.fromkeys(["local a", "local b"], {"debug_global_tensors": False}),
-        "frozen": {"freeze": ("embedding", "blocks.0"), "tie_word_embeddings": False, "zero_stage": 3},
+        "frozen": {
+            "freeze": ("embedding", "blocks.0"),
+            "tie_word_embeddings": False,
+            "zero_stage": 3,
+        },
         **dict.fromkeys(["plain", *DAMAGES], {}),
     },
 }
@@ -142,7 +148,9 @@ def entries(experiment: Path) -> list[TensorEntry]:
 
 # --- What a user sees
 
-FLAGS = [f"--{name}={int(value)}" for name, value in EVERYTHING.items() if name != "show_tensor_logs"]
+FLAGS = [
+    f"--{name}={int(value)}" for name, value in EVERYTHING.items() if name != "show_tensor_logs"
+]
 NUMBER = r"-?\d\.\d{4}e[+-]\d\d"
 REST = rf"float32 cpu \| mean {NUMBER}, std {NUMBER} \| samples {NUMBER}( {NUMBER})+ \.\.\. \(64 in all\)"
 EXPECTED_LINES = {
@@ -159,7 +167,14 @@ EXPECTED_LINES = {
 
 def start(experiment: Path, ranks: int, *flags: str) -> Outcome:
     outcome = launch(
-        [*TINY, f"--experiment_dir={experiment}", "--train_iters=2", "--depth_first_micro_batches=2", *flags], ranks
+        [
+            *TINY,
+            f"--experiment_dir={experiment}",
+            "--train_iters=2",
+            "--depth_first_micro_batches=2",
+            *flags,
+        ],
+        ranks,
     )
     assert set(outcome.codes) == {0} and not outcome.error_lines(), outcome.output
     return outcome
@@ -167,12 +182,21 @@ def start(experiment: Path, ranks: int, *flags: str) -> Outcome:
 
 def start_with_everything(experiment: Path, ranks: int) -> None:
     """Each option's lines are printed once, by rank 0, and the files of all phases are there."""
-    outcome = start(experiment, ranks, *FLAGS, "--debug_activation_memory=1", "--debug_tensor_parallel=1")
+    outcome = start(
+        experiment, ranks, *FLAGS, "--debug_activation_memory=1", "--debug_tensor_parallel=1"
+    )
     for name, pattern in EXPECTED_LINES.items():
-        found = [line for line in outcome.output.splitlines() if re.fullmatch(pattern.replace("{b}", "2"), line)]
+        found = [
+            line
+            for line in outcome.output.splitlines()
+            if re.fullmatch(pattern.replace("{b}", "2"), line)
+        ]
         assert len(found) == (2 if name == "debug_activation_memory" else 1), (name, found)
     files = sorted(path.name for path in (experiment / "runs" / "0" / "artifacts").iterdir())
-    assert files == [f"tensor_logs_{phase}_rank_000.safetensors" for phase in ("init", "train_00001", "train_00002")]
+    assert files == [
+        f"tensor_logs_{phase}_rank_000.safetensors"
+        for phase in ("init", "train_00001", "train_00002")
+    ]
 
 
 @pytest.mark.slow  # by default on two ranks: the next test looks
@@ -186,7 +210,10 @@ def test_debugging_changes_no_number(tmp_path: Path) -> None:
     start(tmp_path / "plain", 2)
     start_with_everything(tmp_path / "debugged", 2)
     metrics = [
-        re.findall(r'"(?:loss|grad_norm)": ?([^,}]+)', (tmp_path / name / "metrics.jsonl").read_text("utf-8"))
+        re.findall(
+            r'"(?:loss|grad_norm)": ?([^,}]+)',
+            (tmp_path / name / "metrics.jsonl").read_text("utf-8"),
+        )
         for name in ("plain", "debugged")
     ]
     assert metrics[0] == metrics[1] and len(metrics[0]) == 4
@@ -201,25 +228,32 @@ def check_zero_stages(folder: Path) -> None:
     names = [entry.name for entry in logged]
     assert len(names) > 200 and sum("bw, mb=2/2" in name for name in names) == 4 * ITERATIONS
     assert all(entry.statistics is not None and not entry.statistics.not_finite for entry in logged)
-    assert len({entry.statistics.checksum for entry in logged if entry.statistics}) > 100, "nothing moves"
+    assert len({entry.statistics.checksum for entry in logged if entry.statistics}) > 100, (
+        "nothing moves"
+    )
     for other in others:
         assert compare(first, other) == []
 
 
 def test_zero_stages_have_the_same_tensors(two: Path) -> None:
-    """Two ranks, ZeRO 1, 2, 3: every output, gradient and weight is bit-identical, whole or gathered."""
+    """Two ranks, ZeRO 1, 2, 3: every output, gradient and weight is bit-identical, whole or
+    gathered."""
     check_zero_stages(two)
 
 
 @pytest.mark.slow
 def test_zero_stages_have_the_same_tensors_in_fp32(tmp_path: Path) -> None:
     wide = {**NARROW, "training_dtype": "fp32"}
-    check_zero_stages(log_runs(tmp_path, 2, {f"zero {stage}": {"zero_stage": stage, **wide} for stage in (1, 2, 3)}))
+    check_zero_stages(
+        log_runs(
+            tmp_path, 2, {f"zero {stage}": {"zero_stage": stage, **wide} for stage in (1, 2, 3)}
+        )
+    )
 
 
 def test_ranks_have_the_same_tensors_to_rounding(one: Path, two: Path) -> None:
-    """Global tensors of two ranks, each with half of the batch, are those of one rank: exact before any sum over
-    samples, to rounding after it."""
+    """Global tensors of two ranks, each with half of the batch, are those of one rank: exact before
+    any sum over samples, to rounding after it."""
     assert compare(one / "plain", two / "plain", rtol=1e-4) == []
     assert "init" not in compare(one / "plain", two / "plain")[0].file
 
@@ -242,20 +276,27 @@ def test_another_seed_differs_from_the_embedding_on(one: Path) -> None:
     assert differences[0].name == "embedding.word.weight init"
 
 
-LOCATED = {"output": "blocks.1 fw, mb=1/2", "gradient": "blocks.1 bw, mb=1/2", "reduction": "stage 3 gradient shards"}
+LOCATED = {
+    "output": "blocks.1 fw, mb=1/2",
+    "gradient": "blocks.1 bw, mb=1/2",
+    "reduction": "stage 3 gradient shards",
+}
 
 
 def check_located(good: Path, bad: Path) -> None:
     for rtol in (0.0, 1e-5):
         difference = compare(good, bad, rtol=rtol)[0]
-        assert (difference.file, difference.name) == ("tensor_logs_train_00001_rank_000.safetensors", LOCATED[bad.name])
+        assert (difference.file, difference.name) == (
+            "tensor_logs_train_00001_rank_000.safetensors",
+            LOCATED[bad.name],
+        )
     assert difference.max_abs is not None and 0 < difference.max_abs
 
 
 @pytest.mark.parametrize("damage", LOCATED)
 def test_damage_is_located(two: Path, damage: str) -> None:
-    """A block whose output or gradient is off by 0.1 %, and a reduction of a wrong gradient, are the first tensor that
-    differs, with a tolerance too."""
+    """A block whose output or gradient is off by 0.1 %, and a reduction of a wrong gradient, are
+    the first tensor that differs, with a tolerance too."""
     check_located(two / "plain", two / damage)
 
 
@@ -267,10 +308,14 @@ def test_damage_is_located_on_one_rank(one: Path, tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_have_no_gradients(two: Path) -> None:
-    """Behind frozen layers there is no gradient of an input; their parameters are logged all the same, unchanged."""
+    """Behind frozen layers there is no gradient of an input; their parameters are logged all the
+    same, unchanged."""
     logged = {entry.name: entry for entry in entries(two / "frozen")}
     gradients = {name for name in logged if name.endswith(" gradient") or " bw," in name}
-    assert {name.split(",")[0] for name in gradients if " bw," in name} == {"blocks.2 bw", "head bw"}
+    assert {name.split(",")[0] for name in gradients if " bw," in name} == {
+        "blocks.2 bw",
+        "head bw",
+    }
     assert not any(name.startswith(("embedding", "blocks.0")) for name in gradients)
     assert "blocks.1.mlp.up.weight gradient" in gradients
     for name, moves in (("blocks.0.mlp.up.weight", False), ("blocks.1.mlp.up.weight", True)):
@@ -278,19 +323,26 @@ def test_frozen_parameters_have_no_gradients(two: Path) -> None:
 
 
 def test_resumed_run_begins_with_the_weights_that_were_saved(tmp_path: Path) -> None:
-    """--debug_param_init of a second start logs the loaded weights: the last update of the first start."""
+    """--debug_param_init of a second start logs the loaded weights: the last update of the first
+    start."""
     flags = ["--debug_param_init=9", "--debug_param_update=9", "--save_tensor_logs=1"]
     start(tmp_path, 2, *flags)
     start(tmp_path, 1, *flags, "--train_iters=3")
     first, second = (tmp_path / "runs" / run / "artifacts" for run in "01")
-    updated = {entry.name: entry for entry in read_tensor_log(first / "tensor_logs_train_00002_rank_000.safetensors")}
+    updated = {
+        entry.name: entry
+        for entry in read_tensor_log(first / "tensor_logs_train_00002_rank_000.safetensors")
+    }
     loaded = read_tensor_log(second / "tensor_logs_init_rank_000.safetensors")
     assert len(loaded) == len(updated) > 20
     for entry in loaded:
-        assert entry.statistics == updated[entry.name.replace(" init", " update")].statistics, entry.name
+        assert entry.statistics == updated[entry.name.replace(" init", " update")].statistics, (
+            entry.name
+        )
 
 
 def test_validation_is_not_logged(tmp_path: Path) -> None:
-    """Layers are logged in training steps only: outputs of two iterations, two micro-batches, four layers."""
+    """Layers are logged in training steps only: outputs of two iterations, two micro-batches, four
+    layers."""
     outcome = start(tmp_path, 1, "--debug_layer_outputs=1", "--validation_iters=2")
     assert outcome.output.count(" fw, mb=") == 2 * 2 * 4

@@ -1,4 +1,5 @@
-"""Tensor logs, copies, checks of replicas, --watch and traffic of tensor-parallel ranks, in the program's own steps."""
+"""Tensor logs, copies, checks of replicas, --watch and traffic of tensor-parallel ranks, in the
+program's own steps."""
 
 import functools
 import itertools
@@ -50,7 +51,8 @@ LOGS: Options = {
     "trackers": ("jsonl",),
 }
 NORM, UP, HEADS = (
-    f"blocks.0.{name}" for name in ("mlp_norm.weight", "mlp.up.weight", "attention.query_key_value.weight[32:40]")
+    f"blocks.0.{name}"
+    for name in ("mlp_norm.weight", "mlp.up.weight", "attention.query_key_value.weight[32:40]")
 )
 # Ranks of a tensor-parallel group, of four; options. Batches are the same.
 LAYOUTS: dict[str, tuple[int, Options]] = {
@@ -65,7 +67,9 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 def started(ranks: Distributed, options: Options) -> Iterator[tuple[Run, list[str]]]:
     """A run, and its messages on this rank."""
     size = ranks.tensor.world_size
-    run = start_run(ranks, tiny_config(ranks.world_size, **LLAMA | {"tensor_parallel": size} | options))
+    run = start_run(
+        ranks, tiny_config(ranks.world_size, **LLAMA | {"tensor_parallel": size} | options)
+    )
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -80,9 +84,11 @@ def started(ranks: Distributed, options: Options) -> Iterator[tuple[Run, list[st
 
 
 def train_with_fault(run: Run, ranks: Distributed) -> str:
-    """Train; in iteration 2, one bit of some weights in use or gradients becomes another on one rank. Return the error.
+    """Train; in iteration 2, one bit of some weights in use or gradients becomes another on one
+    rank. Return the error.
 
-    The weights are those that --check_replicas_interval compares, the gradients those of --debug_tensor_parallel.
+    The weights are those that --check_replicas_interval compares, the gradients those of
+    --debug_tensor_parallel.
     """
     forward_backward, config = run.model.forward_backward, run.config
 
@@ -111,14 +117,20 @@ def story(ranks: Distributed, root: str) -> dict[str, tuple[str, list[str]]]:
     found = {}
     for place, (name, (size, options)) in enumerate(LAYOUTS.items()):
         divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
-        with started(ranks, {**LOGS, **options, "experiment_dir": f"{root}/{place}"}) as (run, lines):
+        with started(ranks, {**LOGS, **options, "experiment_dir": f"{root}/{place}"}) as (
+            run,
+            lines,
+        ):
             found[name] = train_with_fault(run, ranks), lines
     return found
 
 
 @functools.cache
-def results() -> tuple[list[dict[str, tuple[str, list[str]]]], dict[str, dict[str, TensorEntry]], list[Any]]:
-    """What `story` returned on each rank; tensor logs by layout and, of local ones, rank; records of --watch."""
+def results() -> tuple[
+    list[dict[str, tuple[str, list[str]]]], dict[str, dict[str, TensorEntry]], list[Any]
+]:
+    """What `story` returned on each rank; tensor logs by layout and, of local ones, rank; records
+    of --watch."""
     with tempfile.TemporaryDirectory() as root:
         found = run_distributed(4, story, root)
         logs, watched = {}, []
@@ -129,7 +141,9 @@ def results() -> tuple[list[dict[str, tuple[str, list[str]]]], dict[str, dict[st
                 logs |= {f"local {rank}": all_logged(artifacts, rank) for rank in range(4)}
                 continue
             logs[name] = all_logged(artifacts, 0)
-            records = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"]
+            records = [
+                line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "watch"
+            ]
             watched.append([*zip(records, read_metrics(folder / "watch.jsonl"), strict=False)][:1])
             assert all(path.stem.endswith("_000") for path in artifacts.iterdir())
     return found, logs, watched
@@ -146,18 +160,30 @@ def all_logged(artifacts: Path, rank: int) -> dict[str, TensorEntry]:
 
 @pytest.mark.parametrize("layout", ["2", "4"])
 def test_global_logs_are_those_of_data_parallel_ranks(layout: str) -> None:
-    """Whole parameters, their gradients, hidden states of all tokens and theirs: initial weights to the bit."""
+    """Whole parameters, their gradients, hidden states of all tokens and theirs: initial weights to
+    the bit."""
     (_, logs, _), kinds = results(), set()
     expected, found = logs["1"], logs[layout]
     for name, entry in found.items():
         other = expected[name]
-        assert entry.samples is not None and other.samples is not None and entry.shape == other.shape, name
+        assert (
+            entry.samples is not None and other.samples is not None and entry.shape == other.shape
+        ), name
         kinds.add(name.removesuffix(", mb=1/1").split()[-1])
         if name.startswith("init"):
             assert torch.equal(entry.samples, other.samples), name
         scale = float(other.samples.abs().max())
-        np.testing.assert_allclose(entry.samples, other.samples, rtol=0, atol=2e-5 * scale, err_msg=name)
-    assert found.keys() == expected.keys() and kinds == {"init", "fw", "bw", "gradient", "shards", "update"}
+        np.testing.assert_allclose(
+            entry.samples, other.samples, rtol=0, atol=2e-5 * scale, err_msg=name
+        )
+    assert found.keys() == expected.keys() and kinds == {
+        "init",
+        "fw",
+        "bw",
+        "gradient",
+        "shards",
+        "update",
+    }
 
 
 def test_local_logs_are_the_parts_of_each_rank() -> None:
@@ -166,7 +192,9 @@ def test_local_logs_are_the_parts_of_each_rank() -> None:
     whole = logs["4"]["init blocks.1.mlp.down.weight init"]
     assert whole.samples is not None
     of_ranks = [
-        logs[f"local {rank}"][f"init blocks.1.mlp.down.weight[:, {24 * rank}:{24 * rank + 24}] init"]
+        logs[f"local {rank}"][
+            f"init blocks.1.mlp.down.weight[:, {24 * rank}:{24 * rank + 24}] init"
+        ]
         for rank in range(4)
     ]
     parts = [entry.samples.view(32, 24) for entry in of_ranks if entry.samples is not None]
@@ -176,11 +204,17 @@ def test_local_logs_are_the_parts_of_each_rank() -> None:
 
 
 def test_copies_that_differ_are_named() -> None:
-    """By rank 0, with the number of elements; a phase without differences has a line that says so."""
-    found = [[line for line in rank["4"][1] if "copies" in line or "MISMATCH" in line] for rank in results()[0]]
+    """By rank 0, with the number of elements; a phase without differences has a line that says
+    so."""
+    found = [
+        [line for line in rank["4"][1] if "copies" in line or "MISMATCH" in line]
+        for rank in results()[0]
+    ]
     equal, *others = found[0]
     assert not any(found[1:])
-    assert re.fullmatch(r"train_00001 \| the copies of \d+ tensors are equal in all tensor-parallel groups", equal)
+    assert re.fullmatch(
+        r"train_00001 \| the copies of \d+ tensors are equal in all tensor-parallel groups", equal
+    )
     where = "train_00002 | MISMATCH {} gradient: 1 / {} elements, between rank 0 and its group"
     assert others[:2] == [where.format(NORM, 32), where.format(HEADS, 256)]
     assert all(line.split(":")[0].endswith(" update") for line in others[2:])
@@ -210,7 +244,10 @@ def all_equal(ranks: Distributed) -> list[list[str]]:
     for size, splits_tokens, options in itertools.product((2, 4), (False, True), EQUAL):
         divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=size))
         checks: Options = {"debug_tensor_parallel": True, "check_replicas_interval": 1, "lr": 1e-2}
-        with started(ranks, {**checks, **options, "sequence_tensor_parallel": splits_tokens}) as (run, lines):
+        with started(ranks, {**checks, **options, "sequence_tensor_parallel": splits_tokens}) as (
+            run,
+            lines,
+        ):
             train(run)
             found.append([line for line in lines if "copies" in line or "MISMATCH" in line])
     return found
@@ -218,13 +255,15 @@ def all_equal(ranks: Distributed) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_copies_stay_equal() -> None:
-    """After dropout, recomputation, low precision, clipping, frozen parts, with every optimizer's kind of update."""
+    """After dropout, recomputation, low precision, clipping, frozen parts, with every optimizer's
+    kind of update."""
     for lines in run_distributed(4, all_equal)[0]:
         assert len(lines) == 2 and not any("MISMATCH" in line for line in lines), lines
 
 
 def test_replicas_that_differ_end_the_run() -> None:
-    """A part is compared over data-parallel ranks, a copy over all: the message is the same on all ranks."""
+    """A part is compared over data-parallel ranks, a copy over all: the message is the same on all
+    ranks."""
     found = [rank["2"] for rank in results()[0]]
     (message,) = {error for error, _ in found}
     assert f"{NORM} on rank 1" in message and "in iteration 2: " in message
@@ -234,20 +273,33 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 
 def test_watch_counts_every_element_once() -> None:
-    """Statistics of all parameters together and of each are those of data-parallel ranks; histograms have all."""
+    """Statistics of all parameters together and of each are those of data-parallel ranks;
+    histograms have all."""
     first, *others = results()[2]
-    assert len(first) == 1 and {"grads/norm", "updates/zeros", "exp_avg_sq/largest"} <= first[0][0].keys()
-    shapes = {name.split()[1]: entry.shape for name, entry in results()[1]["1"].items() if name.startswith("init ")}
+    assert (
+        len(first) == 1
+        and {"grads/norm", "updates/zeros", "exp_avg_sq/largest"} <= first[0][0].keys()
+    )
+    shapes = {
+        name.split()[1]: entry.shape
+        for name, entry in results()[1]["1"].items()
+        if name.startswith("init ")
+    }
     for steps in others:
         for (record, line), (expected, other) in zip(steps, first, strict=True):
-            assert record.keys() == expected.keys() and line["parameters"].keys() == other["parameters"].keys()
+            assert (
+                record.keys() == expected.keys()
+                and line["parameters"].keys() == other["parameters"].keys()
+            )
             for name in expected:
                 if "/" in name:
                     assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-9), name
             for target, parameters in line["parameters"].items():
                 assert parameters.keys() == shapes.keys()
                 for name, statistics in parameters.items():
-                    assert statistics == pytest.approx(other["parameters"][target][name], rel=1e-3, abs=1e-6), name
+                    assert statistics == pytest.approx(
+                        other["parameters"][target][name], rel=1e-3, abs=1e-6
+                    ), name
                     counts = line["histograms"][target]["counts"][name]["counts"]
                     assert sum(counts) == np.prod(shapes[name]), (target, name)
 

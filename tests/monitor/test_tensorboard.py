@@ -1,4 +1,5 @@
-"""TensorBoard: events read back with its own reader, restarts that replace steps, and a writer that blocks or fails."""
+"""TensorBoard: events read back with its own reader, restarts that replace steps, and a writer that
+blocks or fails."""
 
 import sys
 import threading
@@ -15,7 +16,9 @@ from megatron_lite.monitor.trackers.queued_tracker import TensorBoardTracker
 from megatron_lite.monitor.watch import Histogram, Summary, Watched
 from tests.support.metrics import read_metrics
 
-pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
 CONFIG = Config(tracking=TrackingConfig(trackers=("jsonl", "tensorboard")))
 
 
@@ -27,7 +30,13 @@ def log_to_the_console():
 
 
 def training(iteration, loss):
-    return {"phase": "training", "iteration": iteration, "train_iters": 9, "loss": loss, "skip_reason": "none"}
+    return {
+        "phase": "training",
+        "iteration": iteration,
+        "train_iters": 9,
+        "loss": loss,
+        "skip_reason": "none",
+    }
 
 
 def events(folder):
@@ -41,12 +50,15 @@ def scalars(folder, tag):
 
 
 def test_events_are_those_of_metrics_jsonl(tmp_path):
-    """Every number by phase and key, at its iteration and time; what goes with a record, histograms included."""
+    """Every number by phase and key, at its iteration and time; what goes with a record, histograms
+    included."""
     trackers = open_trackers(CONFIG, tmp_path, 0)
     trackers.log(training(1, 2.5))
     trackers.log({"phase": "validation", "iteration": 1, "loss": None, "perplexity": 7})
     histogram = Histogram(counts=[0, 2, 0, 1, 0], edges=[-4, -2, -1, 1, 2, 4], squares=5.0)
-    watched = Watched({"grads": {"head": Summary(1.5, 0.5, 1.0, 0.25)}}, counts={"grads": {"head": histogram}})
+    watched = Watched(
+        {"grads": {"head": Summary(1.5, 0.5, 1.0, 0.25)}}, counts={"grads": {"head": histogram}}
+    )
     trackers.log({"phase": "watch", "iteration": 1, "grads/norm": 1.5}, watched)
     trackers.close(0)
     found = events(tmp_path / "tensorboard")
@@ -55,7 +67,10 @@ def test_events_are_those_of_metrics_jsonl(tmp_path):
         "training/run",
         "validation/perplexity",
         "validation/run",
-        *(f"watch/grads/{name}" for name in ("largest/head", "norm", "norm/head", "rms/head", "zeros/head")),
+        *(
+            f"watch/grads/{name}"
+            for name in ("largest/head", "norm", "norm/head", "rms/head", "zeros/head")
+        ),
         "watch/run",
     ]
     (loss,), (record, *_) = found.Scalars("training/loss"), read_metrics(tmp_path / "metrics.jsonl")
@@ -67,13 +82,19 @@ def test_events_are_those_of_metrics_jsonl(tmp_path):
 
 
 def test_a_restart_replaces_what_it_repeats(tmp_path):
-    """The reader shows the first start up to the checkpoint, then the second one; a new run shows itself only."""
+    """The reader shows the first start up to the checkpoint, then the second one; a new run shows
+    itself only."""
     for done, losses in ((0, (5.0, 4.0, 3.0)), (2, (2.5, 2.0))):
         trackers = open_trackers(CONFIG, tmp_path, 0, iteration=done)
         for number, loss in enumerate(losses, done + 1):
             trackers.log(training(number, loss))
         trackers.close(0)
-    assert scalars(tmp_path / "tensorboard", "training/loss") == [(1, 5.0), (2, 4.0), (3, 2.5), (4, 2.0)]
+    assert scalars(tmp_path / "tensorboard", "training/loss") == [
+        (1, 5.0),
+        (2, 4.0),
+        (3, 2.5),
+        (4, 2.0),
+    ]
     trackers = open_trackers(CONFIG, tmp_path, 2)
     trackers.log(training(1, 6.0))
     trackers.close(0)
@@ -92,7 +113,9 @@ def test_another_folder(tmp_path):
 def test_a_missing_package_is_named_before_work(monkeypatch):
     """One line with the command that helps."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match="--trackers=tensorboard .*python -m pip install tensorboard"):
+    with pytest.raises(
+        UsageError, match="--trackers=tensorboard .*python -m pip install tensorboard"
+    ):
         check_trackers(CONFIG)
 
 
@@ -122,7 +145,8 @@ def test_a_stopped_run_does_not_wait_for_a_writer_that_hangs(monkeypatch, capsys
 
 
 def test_a_writer_that_hangs_costs_no_time(monkeypatch, capsys):
-    """A thousand records, of which the first blocks, take the time of filling a queue; the rest is counted."""
+    """A thousand records, of which the first blocks, take the time of filling a queue; the rest is
+    counted."""
     monkeypatch.setattr("megatron_lite.monitor.trackers.queued_tracker.CLOSE_TIMEOUT_S", 0.1)
     never = threading.Event()
     tracker = TensorBoardTracker(hanging_writer(never), "nowhere", 0, keeps_lines=False)
@@ -142,4 +166,7 @@ def test_a_folder_that_cannot_be_written_costs_points_only(tmp_path, capsys):
     trackers = open_trackers(CONFIG, tmp_path, 0)
     trackers.log(training(1, 2.0))
     trackers.close(0)
-    assert "no TensorBoard: " in capsys.readouterr().out and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    assert (
+        "no TensorBoard: " in capsys.readouterr().out
+        and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    )

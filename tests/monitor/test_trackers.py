@@ -47,7 +47,9 @@ def test_records_come_back_exactly(tmp_path):
 
 def test_values_that_json_lacks_are_null(tmp_path):
     path = log(tmp_path, training(1, float("nan"), grad_norm=float("inf"), skip_reason="overflow"))
-    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+    record = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}")
+    )
     assert (record["loss"], record["grad_norm"], record["skip_reason"]) == (None, None, "overflow")
 
 
@@ -55,7 +57,9 @@ def test_each_record_is_one_write(tmp_path, monkeypatch):
     trackers = open_trackers(LINES, tmp_path, 0)
     writes = []
     write = os.write
-    monkeypatch.setattr(our_logging.os, "write", lambda fd, data: writes.append(data) or write(fd, data))
+    monkeypatch.setattr(
+        our_logging.os, "write", lambda fd, data: writes.append(data) or write(fd, data)
+    )
     trackers.log(training(1, 2.0))
     assert len(writes) == 1 and writes[0].endswith(b"}\n")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1  # on disk before close
@@ -63,10 +67,22 @@ def test_each_record_is_one_write(tmp_path, monkeypatch):
 
 
 def test_a_later_line_replaces_an_earlier_one(tmp_path):
-    log(tmp_path, training(1, 5.0), training(2, 4.0), {"phase": "validation", "iteration": 2, "loss": 4.5})
+    log(
+        tmp_path,
+        training(1, 5.0),
+        training(2, 4.0),
+        {"phase": "validation", "iteration": 2, "loss": 4.5},
+    )
     path = log(tmp_path, training(2, 3.0), training(3, 2.0), run=1)
-    records = [(record["phase"], record["iteration"], record["loss"]) for record in read_metrics(path)]
-    assert records == [("training", 1, 5.0), ("training", 2, 3.0), ("validation", 2, 4.5), ("training", 3, 2.0)]
+    records = [
+        (record["phase"], record["iteration"], record["loss"]) for record in read_metrics(path)
+    ]
+    assert records == [
+        ("training", 1, 5.0),
+        ("training", 2, 3.0),
+        ("validation", 2, 4.5),
+        ("training", 3, 2.0),
+    ]
     assert len(path.read_text().splitlines()) == 5  # nothing is taken out of the file
 
 

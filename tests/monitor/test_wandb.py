@@ -1,4 +1,5 @@
-"""Weights & Biases through a stand-in module: points sent and dropped, offline runs, and keys that never leak."""
+"""Weights & Biases through a stand-in module: points sent and dropped, offline runs, and keys that
+never leak."""
 
 import dataclasses
 import json
@@ -15,7 +16,10 @@ from tests.support.metrics import read_metrics
 
 CANARY = "c0ffee00" * 5
 OPTIONS = TrackingConfig(
-    trackers=("jsonl", "wandb"), wandb_entity_name="me", wandb_project_name="project", wandb_group_name="v1"
+    trackers=("jsonl", "wandb"),
+    wandb_entity_name="me",
+    wandb_project_name="project",
+    wandb_group_name="v1",
 )
 
 
@@ -102,22 +106,47 @@ def run(directory, *records, exit_code=0, number=0, **options):
 
 
 def training(iteration, loss=1.0):
-    return {"phase": "training", "iteration": iteration, "train_iters": 100, "loss": loss, "skip_reason": "none"}
+    return {
+        "phase": "training",
+        "iteration": iteration,
+        "train_iters": 100,
+        "loss": loss,
+        "skip_reason": "none",
+    }
 
 
 def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     directory = tmp_path / "llama-small"
-    run(directory, training(10, 2.5), {"phase": "validation", "iteration": 10, "loss": 2.75}, number=3)
+    run(
+        directory,
+        training(10, 2.5),
+        {"phase": "validation", "iteration": 10, "loss": 2.75},
+        number=3,
+    )
     (init,) = wandb.inits
-    assert (init["entity"], init["project"], init["group"], init["name"]) == ("me", "project", "v1", "llama-small")
+    assert (init["entity"], init["project"], init["group"], init["name"]) == (
+        "me",
+        "project",
+        "v1",
+        "llama-small",
+    )
     assert init["config"] == flatten(settings())
     assert init["resume"] == "allow" and init["settings"]["init_timeout"] == 8
     assert init["dir"] == str(directory / "runs/3")
-    assert wandb.metrics == [("iteration", None), ("*", "iteration")]  # our step, which may go back on a resume
+    assert wandb.metrics == [
+        ("iteration", None),
+        ("*", "iteration"),
+    ]  # our step, which may go back on a resume
     first, second = wandb.logged
     assert first["iteration"] == 10 and first["training/loss"] == 2.5 and first["training/run"] == 3
-    assert first["training/language_model_loss"] == 2.5 and second["validation/language_model_loss"] == 2.75
-    assert all(key == "iteration" or key.split("/")[0] in ("training", "validation") for key in {**first, **second})
+    assert (
+        first["training/language_model_loss"] == 2.5
+        and second["validation/language_model_loss"] == 2.75
+    )
+    assert all(
+        key == "iteration" or key.split("/")[0] in ("training", "validation")
+        for key in {**first, **second}
+    )
     assert all(
         set(record) <= {"phase", "iteration", "train_iters", "loss", "skip_reason", "run", "time"}
         for record in read_metrics(directory / "metrics.jsonl")
@@ -134,7 +163,11 @@ def test_later_starts_continue_the_same_run(tmp_path, wandb, key):
     assert json.loads((tmp_path / "exp/wandb.json").read_text()) == {"id": wandb.inits[0]["id"]}
     run(tmp_path / "another", experiment_name="other")
     assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
-    assert [init["name"] for init in wandb.inits] == ["exp", "exp", "other"]  # the option wins over the folder
+    assert [init["name"] for init in wandb.inits] == [
+        "exp",
+        "exp",
+        "other",
+    ]  # the option wins over the folder
 
 
 def test_a_chosen_id_is_kept(tmp_path, wandb, key):
@@ -149,7 +182,9 @@ def test_a_damaged_id_file_starts_a_new_run(tmp_path, wandb, key):
         (tmp_path / "exp").mkdir(exist_ok=True)
         (tmp_path / "exp/wandb.json").write_text(content)
         run(tmp_path / "exp")
-        assert json.loads((tmp_path / "exp/wandb.json").read_text())["id"] == wandb.inits[-1]["id"], content
+        assert (
+            json.loads((tmp_path / "exp/wandb.json").read_text())["id"] == wandb.inits[-1]["id"]
+        ), content
 
 
 def test_without_an_entity_the_package_is_not_touched(tmp_path, monkeypatch):
@@ -169,7 +204,9 @@ def test_a_missing_package_is_a_usage_error_with_the_command(tmp_path, monkeypat
 def test_the_key_can_come_from_a_file(tmp_path, wandb, monkeypatch, has_variable):
     """The variable wins over the file, which then is not read."""
     (tmp_path / "key.txt").write_text(f"  {CANARY}\n")
-    monkeypatch.setenv("WANDB_API_KEY_PATH", "/nowhere" if has_variable else str(tmp_path / "key.txt"))
+    monkeypatch.setenv(
+        "WANDB_API_KEY_PATH", "/nowhere" if has_variable else str(tmp_path / "key.txt")
+    )
     monkeypatch.setenv("WANDB_API_KEY", CANARY if has_variable else "")
     run(tmp_path / "exp")
     assert wandb.inits[0]["settings"]["api_key"] == CANARY
@@ -179,7 +216,12 @@ def test_a_useless_key_file_is_refused_without_showing_it(tmp_path, wandb, monke
     path = tmp_path / "key.txt"
     monkeypatch.setenv("WANDB_API_KEY_PATH", str(path))
     two = f"key: {CANARY}".encode()
-    facts = {b"": "is empty", b"\n \n": "is empty", b"\xff\xfe": "not a text file", two: "holds 2 words"}
+    facts = {
+        b"": "is empty",
+        b"\n \n": "is empty",
+        b"\xff\xfe": "not a text file",
+        two: "holds 2 words",
+    }
     for content, fact in {None: "No such file", **facts}.items():
         if content is not None:
             path.write_bytes(content)
@@ -201,7 +243,9 @@ def test_what_the_library_decides_is_left_to_it(tmp_path, wandb, monkeypatch, wh
     """A login in netrc counts as a key; the library reads WANDB_MODE itself."""
     if why == "netrc":
         (tmp_path / "home").mkdir()
-        (tmp_path / "home/.netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {CANARY}\n")
+        (tmp_path / "home/.netrc").write_text(
+            f"machine api.wandb.ai\n  login user\n  password {CANARY}\n"
+        )
         (tmp_path / "home/.netrc").chmod(0o600)
     else:
         monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -242,12 +286,15 @@ def test_status_alerts_carry_the_metrics_once_per_interval(tmp_path, wandb, key)
 
 
 def test_the_key_gets_nowhere(tmp_path, wandb, key, capsys):
-    """Not into files, logs, the run's config or the command line, even when the library's errors quote it."""
+    """Not into files, logs, the run's config or the command line, even when the library's errors
+    quote it."""
     wandb.unreachable = wandb.broken = True
     run(tmp_path / "exp", training(1), training(2), exit_code=1, wandb_post_alerts=True)
     for init in wandb.inits:
         init["settings"].pop("api_key", None)  # the one place it is handed to
-    told = repr((wandb.inits, wandb.alerts, wandb.logged)) + capsys.readouterr().out + repr(sys.argv)
+    told = (
+        repr((wandb.inits, wandb.alerts, wandb.logged)) + capsys.readouterr().out + repr(sys.argv)
+    )
     assert CANARY not in told and "<key>" in told
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"metrics.jsonl", "wandb.json", "log.txt"} <= {path.name for path in files}

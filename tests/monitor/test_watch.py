@@ -1,4 +1,5 @@
-"""--watch: statistics of shards against plain sums over the gathered tensors, with every ZeRO stage and optimizer."""
+"""--watch: statistics of shards against plain sums over the gathered tensors, with every ZeRO stage
+and optimizer."""
 
 import json
 import math
@@ -12,7 +13,16 @@ from torch import Tensor
 from megatron_lite.config import Config, TrackingConfig
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.trackers.opening import open_trackers
-from megatron_lite.monitor.watch import BINS, EDGES, Histogram, Summary, Watch, Watched, bin_places, summarize
+from megatron_lite.monitor.watch import (
+    BINS,
+    EDGES,
+    Histogram,
+    Summary,
+    Watch,
+    Watched,
+    bin_places,
+    summarize,
+)
 from tests.support import launch
 from tests.support.engine_runs import Engine
 from tests.support.harness import run_distributed, tiny_config
@@ -20,7 +30,10 @@ from tests.support.metrics import read_metrics
 from tests.support.whole_parameters import fill_gradients
 
 EVERYTHING = TrackingConfig(
-    watch=("grads", "params", "updates", "opt_state"), watch_interval=2, watch_per_layer=True, watch_histograms=True
+    watch=("grads", "params", "updates", "opt_state"),
+    watch_interval=2,
+    watch_per_layer=True,
+    watch_histograms=True,
 )
 Values = dict[str, dict[str, Summary]]
 
@@ -43,7 +56,8 @@ def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, 
 
 
 def full(engine: Engine, kind: str) -> dict[str, Tensor]:
-    """The whole trainable parameters, or their gradients or optimizer state, from the shards of all ranks, in fp64."""
+    """The whole trainable parameters, or their gradients or optimizer state, from the shards of all
+    ranks, in fp64."""
     found = {}
     for _, part in engine.model.parts():
         if part.has_state and (kind in ("weights", "gradients") or kind in part.moments):
@@ -58,14 +72,20 @@ def full(engine: Engine, kind: str) -> dict[str, Tensor]:
 def plain(tensor: Tensor) -> Summary:
     """The statistics by their definition."""
     norm, largest = float(tensor.square().sum().sqrt()), float(tensor.abs().max())
-    return Summary(norm, norm / math.sqrt(tensor.numel()), largest, float((tensor == 0).double().mean()))
+    return Summary(
+        norm, norm / math.sqrt(tensor.numel()), largest, float((tensor == 0).double().mean())
+    )
 
 
-def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) -> dict[str, dict[str, Tensor]]:
+def step(
+    engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool
+) -> dict[str, dict[str, Tensor]]:
     """One training step; returns the gathered tensors that belong to it."""
     engine.model.gather_ahead()
     if whole_gradients:
-        fill_gradients(engine, iteration, 1e-11)  # squares of their squares are below what fp32 holds
+        fill_gradients(
+            engine, iteration, 1e-11
+        )  # squares of their squares are below what fp32 holds
         loss = torch.zeros(())
     else:
         loss = engine.gradients(iteration)
@@ -76,7 +96,11 @@ def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) 
     assert iteration % 2 == 0 or updated == engine.model.updated, "other steps do nothing"
     engine.optimizer.step(iteration, 1e-2, loss, engine.tokens, updated)
     new = full(engine, "weights")
-    tensors = {"grads": gradients, "params": new, "updates": {name: new[name] - old[name] for name in new}}
+    tensors = {
+        "grads": gradients,
+        "params": new,
+        "updates": {name: new[name] - old[name] for name in new},
+    }
     for kind in ("exp_avg", "exp_avg_sq"):
         tensors |= {kind: state} if (state := full(engine, kind)) else {}
     return tensors
@@ -84,7 +108,9 @@ def step(engine: Engine, watcher: Watch, iteration: int, whole_gradients: bool) 
 
 CASES: list[dict[str, Any]] = [
     {},
-    dict(layers_per_stage=2.0, tie_word_embeddings=False, depth_first_micro_batches=2, batch_size=8),
+    dict(
+        layers_per_stage=2.0, tie_word_embeddings=False, depth_first_micro_batches=2, batch_size=8
+    ),
     dict(freeze=("blocks.0",), optimizer="lion", breadth_first_micro_batches=2, batch_size=8),
     dict(optimizer="muon", gated=True, clip_grad=1e-3),
     dict(optimizer="sgd", training_dtype="bf16", full_precision_gradients=False),
@@ -114,9 +140,15 @@ def compare(ranks: Distributed, cases: list[tuple[dict[str, Any], bool]]) -> lis
             for name, tensor in by_name.items():
                 close(watched.parameters[target][name], plain(tensor), (options, target, name))
                 check_histogram(watched.counts[target][name], tensor, (options, target, name))
-            close([record[f"{target}/{key}"] for key in Summary._fields], plain(torch.cat([*by_name.values()])), target)
+            close(
+                [record[f"{target}/{key}"] for key in Summary._fields],
+                plain(torch.cat([*by_name.values()])),
+                target,
+            )
             for layer, summary in watched.layers[target].items():
-                of_layer = [tensor for name, tensor in by_name.items() if name.startswith(f"{layer}.")]
+                of_layer = [
+                    tensor for name, tensor in by_name.items() if name.startswith(f"{layer}.")
+                ]
                 close(summary, plain(torch.cat(of_layer)), layer)
         found.append(dict(watched.parameters))
     return found
@@ -128,13 +160,20 @@ def close(got: Any, wanted: Any, where: Any, rel: float = 2e-6) -> None:
 
 def check_histogram(histogram: Histogram, tensor: Tensor, where: Any) -> None:
     """Counts between edges, by comparing each element."""
-    assert len(histogram.counts) + 1 == len(histogram.edges) and sum(histogram.counts) == tensor.numel(), where
+    assert (
+        len(histogram.counts) + 1 == len(histogram.edges)
+        and sum(histogram.counts) == tensor.numel()
+    ), where
     middle = len(histogram.counts) // 2
-    assert histogram.counts[middle] == int((tensor.abs() < histogram.edges[middle + 1]).sum()), where
+    assert histogram.counts[middle] == int((tensor.abs() < histogram.edges[middle + 1]).sum()), (
+        where
+    )
     for place in range(middle + 1, len(histogram.counts) - 1, 9):
         low, high = histogram.edges[place], histogram.edges[place + 1]
         assert histogram.counts[place] == int(((tensor >= low) & (tensor < high)).sum()), where
-        assert histogram.counts[-1 - place] == int(((tensor <= -low) & (tensor > -high)).sum()), where
+        assert histogram.counts[-1 - place] == int(((tensor <= -low) & (tensor > -high)).sum()), (
+            where
+        )
 
 
 STAGES = [(dict(zero_stage=stage, batch_size=6), True) for stage in (1, 2, 3)]
@@ -143,23 +182,33 @@ STAGES = [(dict(zero_stage=stage, batch_size=6), True) for stage in (1, 2, 3)]
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Values]:
     """The statistics of all cases, then of the ZeRO stages, on two ranks."""
-    cases = [({**options, "zero_stage": 1 + place % 3}, False) for place, options in enumerate(CASES)]
+    cases = [
+        ({**options, "zero_stage": 1 + place % 3}, False) for place, options in enumerate(CASES)
+    ]
     found: list[Values] = run_distributed(2, compare, [*cases, *STAGES])[0]
     return found
 
 
 def test_statistics_are_those_of_the_whole_tensors(two_ranks: list[Values]) -> None:
-    """On two ranks: accumulation, tied, frozen, clipped, loss-scaled, bf16 gradients; AdamW, Muon, Lion, SGD."""
+    """On two ranks: accumulation, tied, frozen, clipped, loss-scaled, bf16 gradients; AdamW, Muon,
+    Lion, SGD."""
     found = two_ranks[: -len(STAGES)]
     assert len(found) == len(CASES)
-    assert not any(name.startswith("blocks.0") for name in found[2]["grads"]) and "exp_avg_sq" not in found[2]
+    assert (
+        not any(name.startswith("blocks.0") for name in found[2]["grads"])
+        and "exp_avg_sq" not in found[2]
+    )
     assert "blocks.0.mlp.layer_1.weight" not in found[3]["exp_avg_sq"]  # a matrix of Muon
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_neither_zero_stage_nor_world_size_matters(world_size: int, two_ranks: list[Values]) -> None:
+def test_neither_zero_stage_nor_world_size_matters(
+    world_size: int, two_ranks: list[Values]
+) -> None:
     """The same gradients give the same statistics at ZeRO 1, 2, 3 on several ranks, and on one."""
-    first, second, third = two_ranks[-3:] if world_size == 2 else run_distributed(world_size, compare, STAGES)[0]
+    first, second, third = (
+        two_ranks[-3:] if world_size == 2 else run_distributed(world_size, compare, STAGES)[0]
+    )
     ((alone,),) = run_distributed(1, compare, [(dict(batch_size=6), True)])
     assert first == second == third
     for target, by_name in alone.items():
@@ -168,10 +217,19 @@ def test_neither_zero_stage_nor_world_size_matters(world_size: int, two_ranks: l
 
 
 def test_a_dropped_update() -> None:
-    """One NaN in the gradients shows in their norm; weights have not moved, and other parameters are what they were."""
+    """One NaN in the gradients shows in their norm; weights have not moved, and other parameters
+    are what they were."""
     ((record, watched),) = run_distributed(1, dropped_update)
-    assert math.isnan(record["grads/norm"]) and record["updates/zeros"] == 1.0 and record["updates/largest"] == 0.0
-    bad = [name for name, summary in watched.parameters["grads"].items() if not math.isfinite(summary.norm)]
+    assert (
+        math.isnan(record["grads/norm"])
+        and record["updates/zeros"] == 1.0
+        and record["updates/largest"] == 0.0
+    )
+    bad = [
+        name
+        for name, summary in watched.parameters["grads"].items()
+        if not math.isfinite(summary.norm)
+    ]
     assert len(bad) == 1
 
 
@@ -186,14 +244,20 @@ def dropped_update(ranks: Distributed) -> tuple[dict[str, Any], Watched]:
 
 
 def test_numbers_without_a_name_in_json() -> None:
-    """NaN and infinities are found, counted in the outermost bins, and null in the file; the shortest text is kept."""
+    """NaN and infinities are found, counted in the outermost bins, and null in the file; the
+    shortest text is kept."""
     values = torch.tensor([0.0, -0.0, math.nan, -math.inf, 1.5, -(2.0**-70)])
-    squares, largest, zeros, *counts = summarize([values], False, bin_places(values.device)).tolist()
+    squares, largest, zeros, *counts = summarize(
+        [values], False, bin_places(values.device)
+    ).tolist()
     assert math.isnan(squares) and math.isnan(largest) and zeros == 2 and len(counts) == BINS
     assert (counts[BINS // 2], counts[-1], counts[0]) == (3, 1, 1) and sum(counts) == 6
     assert counts[EDGES.index(1.0) - 0] == 1
     line = Watched({"grads": {"x": Summary(math.nan, math.inf, 1 / 3, 0.5)}}).as_json()
-    assert json.dumps(line["parameters"], allow_nan=False) == '{"grads": {"x": [null, null, 0.333333, 0.5]}}'
+    assert (
+        json.dumps(line["parameters"], allow_nan=False)
+        == '{"grads": {"x": [null, null, 0.333333, 0.5]}}'
+    )
 
 
 def test_squares_that_fp32_would_lose() -> None:
@@ -204,7 +268,8 @@ def test_squares_that_fp32_would_lose() -> None:
 
 
 def test_files(tmp_path) -> None:
-    """metrics.jsonl gets the short record, watch.jsonl the rest; without --watch there is no such file."""
+    """metrics.jsonl gets the short record, watch.jsonl the rest; without --watch there is no such
+    file."""
     watched = Watched(
         {"grads": {"head": Summary(1.0, 0.5, 1.0, 0.0)}},
         {"grads": {"head": Summary(1.0, 0.5, 1.0, 0.0)}},
@@ -220,15 +285,22 @@ def test_files(tmp_path) -> None:
     assert line["parameters"] == line["layers"] == {"grads": {"head": [1.0, 0.5, 1.0, 0.0]}}
     counts = {"head": {"first": 1, "counts": [1, 2]}}
     assert line["histograms"] == {"grads": {"edges": [-2, -1, 0, 1, 2], "counts": counts}}
-    assert [record["phase"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == ["training", "watch"]
+    assert [record["phase"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [
+        "training",
+        "watch",
+    ]
     open_trackers(Config(tracking=TrackingConfig(trackers=("jsonl",))), tmp_path / "b", 0).close(0)
     assert not (tmp_path / "b" / "watch.jsonl").exists()
 
 
 def test_a_run_is_watched_and_not_changed(tmp_path) -> None:
-    """A run has a record at each interval, with the gradient norm of the log; its numbers are those without."""
+    """A run has a record at each interval, with the gradient norm of the log; its numbers are those
+    without."""
     found = []
-    for name, flags in (("plain", []), ("watched", ["--watch=grads,updates", "--watch_interval=2", "--zero_stage=3"])):
+    for name, flags in (
+        ("plain", []),
+        ("watched", ["--watch=grads,updates", "--watch_interval=2", "--zero_stage=3"]),
+    ):
         folder = tmp_path / name
         assert launch.run([*launch.TINY, f"--experiment_dir={folder}", *flags]).codes == [0]
         records = read_metrics(folder / "metrics.jsonl")
@@ -236,13 +308,19 @@ def test_a_run_is_watched_and_not_changed(tmp_path) -> None:
     watched = {record["iteration"]: record for record in records if record["phase"] == "watch"}
     assert [*watched] == [2, 4, 6]
     for plain_record, record in zip(*found, strict=True):
-        assert (record["loss"], record["grad_norm"]) == (plain_record["loss"], plain_record["grad_norm"])
+        assert (record["loss"], record["grad_norm"]) == (
+            plain_record["loss"],
+            plain_record["grad_norm"],
+        )
         if record["iteration"] in watched:
-            assert watched[record["iteration"]]["grads/norm"] == pytest.approx(record["grad_norm"], rel=1e-6)
+            assert watched[record["iteration"]]["grads/norm"] == pytest.approx(
+                record["grad_norm"], rel=1e-6
+            )
 
 
 def test_a_histogram_reads_no_device() -> None:
-    """A meta tensor has no values, so whatever reads one fails; bincount does, to find its largest number."""
+    """A meta tensor has no values, so whatever reads one fails; bincount does, to find its largest
+    number."""
     chunks = [torch.ones(1000, device="meta"), torch.ones(24, device="meta")]
     found = summarize(iter(chunks), False, bin_places(torch.device("meta")))
     assert found.shape == (3 + BINS,) and found.dtype == torch.float64

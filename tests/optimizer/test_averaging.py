@@ -1,5 +1,5 @@
-"""Averages of the weights: Levanter's numbers, a float64 oracle over ranks, ZeRO stages and dtypes, and what they must
-never do to the weights."""
+"""Averages of the weights: Levanter's numbers, a float64 oracle over ranks, ZeRO stages and dtypes,
+and what they must never do to the weights."""
 
 import functools
 import json
@@ -31,7 +31,12 @@ from tests.support.harness import parameters_of, run_distributed, tiny_config
 Options = dict[str, Any]
 
 EMA: Options = {"ema_type": "ema", "ema_beta": 0.8}
-SQRT: Options = {"ema_type": "ema_decay_sqrt", "ema_beta": 0.9, "ema_switch_iter": 3, "ema_decay_iters": 4}
+SQRT: Options = {
+    "ema_type": "ema_decay_sqrt",
+    "ema_beta": 0.9,
+    "ema_switch_iter": 3,
+    "ema_decay_iters": 4,
+}
 SPLIT: Options = {"training_dtype": "bf16", "split_master_weights": True}
 
 
@@ -60,7 +65,8 @@ def averages(options: Options, iterates: list[float], start: float = 0.0) -> lis
     return found
 
 
-# -- formulas --------------------------------------------------------------------------------------------------------
+# -- formulas
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_ema_has_levanters_values() -> None:
@@ -72,7 +78,9 @@ def test_ema_has_levanters_values() -> None:
 def test_ema_decay_sqrt_has_levanters_values() -> None:
     """beta 0.9, switch 3, decay 4, weights 1 to 9; what it starts from does not count."""
     expected = [1.0, 1.5, 2.0, 3.538462, 3.944445, 4.232112, 4.398636, 4.398636, 4.398636]
-    assert averages(SQRT, [float(value) for value in range(1, 10)], start=77.0) == pytest.approx(expected, rel=2e-7)
+    assert averages(SQRT, [float(value) for value in range(1, 10)], start=77.0) == pytest.approx(
+        expected, rel=2e-7
+    )
 
 
 def test_without_mass_the_average_stays_where_it_began() -> None:
@@ -84,7 +92,8 @@ def test_without_mass_the_average_stays_where_it_began() -> None:
 
 
 def exact_average(options: AveragingConfig, start: Any, iterates: Sequence[Any]) -> Any:
-    """The average of numbers or tensors over the whole history, as Levanter writes it, in float64."""
+    """The average of numbers or tensors over the whole history, as Levanter writes it, in
+    float64."""
     average, total = start, 0.0
     for t, value in enumerate(iterates):
         if options.ema_type == "ema":
@@ -104,11 +113,20 @@ def exact_average(options: AveragingConfig, start: Any, iterates: Sequence[Any])
     st.integers(1, 12),
     st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=30),
 )
-def test_any_numbers_give_levanters_average(beta: float, switch: int, decay: int, iterates: list[float]) -> None:
+def test_any_numbers_give_levanters_average(
+    beta: float, switch: int, decay: int, iterates: list[float]
+) -> None:
     """And the average never leaves the range of the weights, and stands still after the decay."""
-    options = {"ema_type": "ema_decay_sqrt", "ema_beta": beta, "ema_switch_iter": switch, "ema_decay_iters": decay}
+    options = {
+        "ema_type": "ema_decay_sqrt",
+        "ema_beta": beta,
+        "ema_switch_iter": switch,
+        "ema_decay_iters": decay,
+    }
     found = averages(options, iterates)
-    assert found[-1] == pytest.approx(exact_average(AveragingConfig(**options), 0.0, iterates), abs=1e-5)
+    assert found[-1] == pytest.approx(
+        exact_average(AveragingConfig(**options), 0.0, iterates), abs=1e-5
+    )
     assert all(min(iterates) - 1e-5 <= value <= max(iterates) + 1e-5 for value in found)
     assert len(set(found[switch + decay :])) <= 1
     assert weight_in_sum(AveragingConfig(**options), switch + decay) == 0.0
@@ -135,7 +153,9 @@ def one_share(engine: Averaging) -> float:
     return engine._share
 
 
-@pytest.mark.parametrize("state", [{}, {"type": "ema", "updates": 5, "total": 0.0}], ids=["none", "other type"])
+@pytest.mark.parametrize(
+    "state", [{}, {"type": "ema", "updates": 5, "total": 0.0}], ids=["none", "other type"]
+)
 def test_without_a_state_of_its_type_it_begins_anew(state: dict[str, Any]) -> None:
     part = a_part(torch.arange(5.0))
     engine = Averaging(AveragingConfig(**SQRT), [part])
@@ -160,7 +180,8 @@ def test_a_split_master_is_followed_in_pieces_bit_for_bit(monkeypatch: pytest.Mo
     assert torch.equal(*results)
 
 
-# -- in training -----------------------------------------------------------------------------------------------------
+# -- in training
+# -----------------------------------------------------------------------------------------------------
 
 TINY: Options = {"sequence_length": 8, "hidden_size": 16, "vocab_size": 32, "batch_size": 6}
 BF16: Options = {"training_dtype": "bf16"}
@@ -176,8 +197,8 @@ def _each(function: Callable[[Any, Options], Any], ranks: Any, cases: list[Optio
 
 
 def followed(ranks: Any, options: Options) -> tuple[float, float]:
-    """The largest difference of this rank's averages to those of its fp32 weights, computed in float64; and how far
-    these lie from the last weights."""
+    """The largest difference of this rank's averages to those of its fp32 weights, computed in
+    float64; and how far these lie from the last weights."""
     engine = Engine(ranks, options)
     config = engine.config.averaging
     parts = [part for _, part in engine.model.parts() if part.average is not None]
@@ -197,18 +218,24 @@ def followed(ranks: Any, options: Options) -> tuple[float, float]:
     return worst, moved
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3]
+)
 def test_averages_follow_the_weights(ranks: int) -> None:
-    """Both types, ZeRO 1 to 3, fp32, bf16, split masters, with frozen parameters in between: to rounding."""
+    """Both types, ZeRO 1 to 3, fp32, bf16, split masters, with frozen parameters in between: to
+    rounding."""
     ways: list[Options] = [{"zero_stage": 1}, {"zero_stage": 3, **BF16}, {"zero_stage": 2, **SPLIT}]
     cases = [{"freeze": ("blocks.0",), **kind, **way} for kind in (EMA, SQRT) for way in ways]
     for results in zip(*run_distributed(ranks, over(followed), cases), strict=True):
         assert max(worst for worst, _ in results) < 1e-6
-        assert max(moved for _, moved in results) > 1e-3, "averages that are the weights prove nothing"
+        assert max(moved for _, moved in results) > 1e-3, (
+            "averages that are the weights prove nothing"
+        )
 
 
 def dropped(ranks: Any, options: Options) -> int:
-    """Three updates, of which the second is dropped everywhere because of one rank's gradient; the updates counted."""
+    """Three updates, of which the second is dropped everywhere because of one rank's gradient; the
+    updates counted."""
     engine = Engine(ranks, options)
     engine.step(1)
     parts = [part for _, part in engine.model.parts() if part.average is not None]
@@ -220,7 +247,9 @@ def dropped(ranks: Any, options: Options) -> int:
     update = engine.optimizer.step(2, 1e-2, loss, engine.tokens, engine.model.updated)
     assert update.verdict.skipped
     for part, before, average in zip(parts, weights, expected, strict=True):
-        assert torch.equal(part.read("weights"), before) and torch.equal(part.read("average"), average)
+        assert torch.equal(part.read("weights"), before) and torch.equal(
+            part.read("average"), average
+        )
     engine.model.gather_ahead()
     engine.step(3)
     engine.model.finish()
@@ -236,7 +265,9 @@ def test_a_dropped_update_counts(ranks: int) -> None:
 
 def never_and_always(ranks: Any, options: Options) -> tuple[Outcome, Outcome]:
     """Evaluations of weights and averages after no iteration, and after every one."""
-    return Engine(ranks, options).run(3), Engine(ranks, options, LateGroup(ranks)).run(3, evaluate_every=1)
+    return Engine(ranks, options).run(3), Engine(ranks, options, LateGroup(ranks)).run(
+        3, evaluate_every=1
+    )
 
 
 def apart(outcome: Outcome) -> tuple[Any, ...]:
@@ -249,17 +280,31 @@ CASES: list[Options] = [
     {"zero_stage": 3},
     {"zero_stage": 1, **BF16},
     {"zero_stage": 2, **SPLIT},
-    {"zero_stage": 3, "num_weight_buffers": 1, "depth_first_micro_batches": 2, "batch_size": 12, **BF16},
-    {"zero_stage": 1, "tie_word_embeddings": False, "recompute_layers": 1, "freeze": ("blocks.0", "*.norm.*")},
+    {
+        "zero_stage": 3,
+        "num_weight_buffers": 1,
+        "depth_first_micro_batches": 2,
+        "batch_size": 12,
+        **BF16,
+    },
+    {
+        "zero_stage": 1,
+        "tie_word_embeddings": False,
+        "recompute_layers": 1,
+        "freeze": ("blocks.0", "*.norm.*"),
+    },
     {"zero_stage": 2, "optimizer": "muon"},
 ]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_evaluating_averages_changes_nothing(ranks: int) -> None:
-    """After every iteration or never: losses, norms, weights, moments and averages are the same bits. Collectives send
-    nothing before a rank waits for them, so that gathers of weights are under way all the time."""
-    for results in run_distributed(ranks, over(never_and_always), [{**EMA, **case} for case in CASES]):
+    """After every iteration or never: losses, norms, weights, moments and averages are the same
+    bits. Collectives send nothing before a rank waits for them, so that gathers of weights are
+    under way all the time."""
+    for results in run_distributed(
+        ranks, over(never_and_always), [{**EMA, **case} for case in CASES]
+    ):
         for options, (never, always) in zip(CASES, results, strict=True):
             assert apart(never) == apart(always), options
             assert len(always.evaluated) == len(always.averaged) == 3
@@ -292,7 +337,9 @@ def trained(ranks: Any, options: Options) -> Outcome:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_zero_stages_agree_to_the_last_bit(ranks: int) -> None:
     """Averages, their loss, and everything else, in fp32 and bf16."""
-    cases: list[Options] = [{**SQRT, **more, "zero_stage": stage} for more in ({}, BF16) for stage in (1, 2, 3)]
+    cases: list[Options] = [
+        {**SQRT, **more, "zero_stage": stage} for more in ({}, BF16) for stage in (1, 2, 3)
+    ]
     for one, two, three, *low in run_distributed(ranks, over(trained), cases):
         assert one == two == three and low[0] == low[1] == low[2]
 
@@ -315,12 +362,19 @@ def evaluated_twice(ranks: Any, options: Options) -> tuple[float, float]:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_loss_is_that_of_a_model_with_these_weights(ranks: int) -> None:
     """Bit for bit, frozen parameters at their own values."""
-    cases: list[Options] = [{"zero_stage": 1}, {"zero_stage": 3, **BF16}, {"freeze": ("blocks.0", "*.bias")}]
-    for results in run_distributed(ranks, over(evaluated_twice), [{**EMA, **case} for case in cases]):
+    cases: list[Options] = [
+        {"zero_stage": 1},
+        {"zero_stage": 3, **BF16},
+        {"freeze": ("blocks.0", "*.bias")},
+    ]
+    for results in run_distributed(
+        ranks, over(evaluated_twice), [{**EMA, **case} for case in cases]
+    ):
         assert all(loss == expected for loss, expected in results)
 
 
-# -- guards ----------------------------------------------------------------------------------------------------------
+# -- guards
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_before_the_first_update_the_average_is_the_weights() -> None:
@@ -336,7 +390,9 @@ def test_guards_hold_inside() -> None:
     engine.model.gather_ahead()
     engine.model.evaluate(engine.batches(0))
     with engine.model.averaged():
-        with pytest.raises(AssertionError, match="stage 1 would compute with the weights of stage None"):
+        with pytest.raises(
+            AssertionError, match="stage 1 would compute with the weights of stage None"
+        ):
             engine.model.stages[1].require_weights()
         engine.model.stages[1].gather()
         engine.model.stages[1].require_weights()
@@ -348,11 +404,15 @@ def test_guards_hold_inside() -> None:
 
 
 def test_the_weight_buffers_still_hold_their_stages_afterwards() -> None:
-    """Parameters are views of the same memory as before, with the same values, and nothing has to be gathered again."""
+    """Parameters are views of the same memory as before, with the same values, and nothing has to
+    be gathered again."""
     engine = Engine(SimulatedRanks(), {**EMA, "zero_stage": 1})
     engine.step(1)
     engine.model.evaluate(engine.batches(0))
-    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in parameters_of(engine.model)}
+    before = {
+        name: (parameter.data_ptr(), parameter.clone())
+        for name, parameter in parameters_of(engine.model)
+    }
     with pytest.raises(KeyError), engine.model.averaged():
         engine.model.evaluate(engine.batches(0))
         inside = {parameter.data_ptr() for _, parameter in parameters_of(engine.model)}
@@ -381,7 +441,8 @@ def test_nothing_is_read_from_the_device() -> None:
         engine.follow(part)
 
 
-# -- options --------------------------------------------------------------------------------------------------------
+# -- options
+# --------------------------------------------------------------------------------------------------------
 
 EXPORT: Options = {"export_interval": 10, "experiment_dir": "/run", "export_weights": "average"}
 
@@ -389,7 +450,10 @@ EXPORT: Options = {"export_interval": 10, "experiment_dir": "/run", "export_weig
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (EXPORT, "--export_weights=average, --ema_type=none: no average is kept; write --ema_type=ema"),
+        (
+            EXPORT,
+            "--export_weights=average, --ema_type=none: no average is kept; write --ema_type=ema",
+        ),
         ({"export_weights": "average"}, "no average is kept"),
         (
             {**EXPORT, **EMA, "export_format": "distributed"},
@@ -409,7 +473,10 @@ def test_contradictions(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         (EMA, "--ema_type=ema: the averages are only saved; evaluate them with --validation_iters"),
-        ({"ema_type": "ema_decay_sqrt"}, "--ema_switch_iter=100000 is not reached in 20 iterations: the average"),
+        (
+            {"ema_type": "ema_decay_sqrt"},
+            "--ema_switch_iter=100000 is not reached in 20 iterations: the average",
+        ),
     ],
     ids=str,
 )
@@ -424,7 +491,12 @@ def test_surprises(options: dict[str, Any], message: str) -> None:
         {**EMA, "validation_iters": 1},
         {**EMA, "test_iters": 1},
         {**EMA, **EXPORT},
-        {"ema_type": "ema_decay_sqrt", "ema_switch_iter": 19, "ema_decay_iters": 1, "validation_iters": 1},
+        {
+            "ema_type": "ema_decay_sqrt",
+            "ema_switch_iter": 19,
+            "ema_decay_iters": 1,
+            "validation_iters": 1,
+        },
     ],
     ids=str,
 )
@@ -433,7 +505,8 @@ def test_no_surprise(options: dict[str, Any]) -> None:
 
 
 def test_a_dry_run_counts_averages_and_their_buffers() -> None:
-    """One rank of two, tied head: 4 bytes per element of a shard; two shared buffers and the embedding's own."""
+    """One rank of two, tied head: 4 bytes per element of a shard; two shared buffers and the
+    embedding's own."""
     plan = make_plan(tiny_config(2, **EMA, zero_stage=3, training_dtype="bf16"), 2, "cuda")
     rows = {line[:28].strip(): line.split()[-3:] for line in describe(plan, 2**40, ())}
     sizes = [stage.numel for stage in plan.model.stages]

@@ -1,4 +1,5 @@
-"""Delayed scales against a plain re-implementation of Levanter's (haliax), and what a checkpoint keeps of them."""
+"""Delayed scales against a plain re-implementation of Levanter's (haliax), and what a checkpoint
+keeps of them."""
 
 import dataclasses
 import json
@@ -24,7 +25,8 @@ Numbers = NDArray[np.float64]
 
 
 class LevanterState:
-    """One factor's scale and history: scale from the history, then the magnitude of now enters the history."""
+    """One factor's scale and history: scale from the history, then the magnitude of now enters the
+    history."""
 
     def __init__(self, dtype: torch.dtype, length: int) -> None:
         self.dtype, self.largest = dtype, np.float32({E4M3: 448.0, E5M2: 57344.0}[dtype])
@@ -35,10 +37,14 @@ class LevanterState:
         amax = self.history.max()
         if amax > 0 and np.isfinite(amax):
             self.scale = np.float32(1) / (self.largest / amax)
-        self.history = np.roll(self.history, -1)  # overwrites what would be second: the oldest one, as it turns out
+        self.history = np.roll(
+            self.history, -1
+        )  # overwrites what would be second: the oldest one, as it turns out
         self.history[0] = np.abs(values).max()
         scaled = (values.astype(np.float32) / self.scale).astype(np.float64)
-        return nearest(np.clip(scaled, -self.largest, self.largest), self.dtype) * np.float64(self.scale)
+        return nearest(np.clip(scaled, -self.largest, self.largest), self.dtype) * np.float64(
+            self.scale
+        )
 
 
 class Layer(torch.nn.Module):
@@ -57,7 +63,8 @@ def a_layer(length: int, weight: Any) -> tuple[EightBit, DelayedScales]:
 
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_fifty_steps_are_those_of_levanter(length: int) -> None:
-    """Scales to the bit, outputs and gradients to rounding: magnitudes grow, shrink and vanish, and are clipped."""
+    """Scales to the bit, outputs and gradients to rounding: magnitudes grow, shrink and vanish, and
+    are clipped."""
     weight = weight_of(0.05 * randn(32, 48))
     eight_bit, scales = a_layer(length, weight)
     states = [LevanterState(dtype, length) for dtype in (E4M3, E4M3, E5M2)]
@@ -79,9 +86,16 @@ def test_fifty_steps_are_those_of_levanter(length: int) -> None:
         used = [float(eight_bit.delayed[0][kind]) for kind in range(3)] if eight_bit.delayed else []
         assert used == [float(state.scale) for state in states], step
         assert source.grad is not None
-        for found, expected in ((y, q_x @ q_w.T), (source.grad, q_dy @ q_w), (weight.main_grad, q_dy.T @ q_x)):
+        for found, expected in (
+            (y, q_x @ q_w.T),
+            (source.grad, q_dy @ q_w),
+            (weight.main_grad, q_dy.T @ q_x),
+        ):
             np.testing.assert_allclose(
-                found.detach().numpy(), expected, rtol=1e-5, atol=1e-5 * float(np.abs(expected).max() + 1e-30)
+                found.detach().numpy(),
+                expected,
+                rtol=1e-5,
+                atol=1e-5 * float(np.abs(expected).max() + 1e-30),
             )
         scales.end_step()
 
@@ -94,8 +108,11 @@ def test_an_iteration_counts_the_largest_of_its_micro_batches_and_no_evaluation(
     assert eight_bit.delayed is not None
     assert float(eight_bit.delayed[1][0]) == 5.0
     scales.end_step()
-    assert float(eight_bit.delayed[0][0]) == float(np.float32(1) / (np.float32(448) / np.float32(5)))
-    # The first use of a weight after a gather may be an evaluation: the next step still sees its magnitude.
+    assert float(eight_bit.delayed[0][0]) == float(
+        np.float32(1) / (np.float32(448) / np.float32(5))
+    )
+    # The first use of a weight after a gather may be an evaluation: the next step still sees its
+    # magnitude.
     weight.casts.clear()
     for seed in (None, 1):
         linear(torch.ones(16, 48), weight, products=eight_bit.at(seed))
@@ -113,7 +130,8 @@ def test_magnitudes_that_are_not_finite_do_not_count() -> None:
 
 
 def test_restored_scales_continue_as_if_never_stopped() -> None:
-    """From JSON, at every point of the ring; a longer history keeps what there is, a shorter one the newest."""
+    """From JSON, at every point of the ring; a longer history keeps what there is, a shorter one
+    the newest."""
     generator = np.random.default_rng(0)
     seen = torch.from_numpy(generator.lognormal(size=(40, 3))).float()
     weight = weight_of(randn(32, 48))
@@ -140,7 +158,10 @@ def test_restored_scales_continue_as_if_never_stopped() -> None:
             other.load_state(saved)
             (found,) = advanced(other, again, range(stop, stop + 1))
             window = seen[max(0, stop + 1 - min(length, 7 + 1)) : stop + 1].amax(0)
-            assert found == (1.0 / (torch.tensor([448.0, 448.0, 57344.0]) / window)).tolist(), (stop, length)
+            assert found == (1.0 / (torch.tensor([448.0, 448.0, 57344.0]) / window)).tolist(), (
+                stop,
+                length,
+            )
 
 
 def test_a_checkpoint_keeps_only_magnitudes_that_may_become_the_largest() -> None:
@@ -154,7 +175,8 @@ def test_a_checkpoint_keeps_only_magnitudes_that_may_become_the_largest() -> Non
     assert name == "layer" and magnitudes == [[0, 10.0]] and np.isclose(scale, 10 / 448)
 
 
-# -- weights that do not change ---------------------------------------------------------------------------------------
+# -- weights that do not change
+# ---------------------------------------------------------------------------------------
 
 
 def frozen(values: torch.Tensor) -> Parameter:
@@ -165,9 +187,11 @@ def frozen(values: torch.Tensor) -> Parameter:
 
 @pytest.mark.parametrize("gathered", ["never again", "in each iteration", "after an evaluation"])
 def test_a_frozen_weight_has_its_own_scale_in_all_iterations(gathered: str) -> None:
-    """To the bit, for longer than the history, and also for an evaluation; what is saved is the weight's magnitude.
+    """To the bit, for longer than the history, and also for an evaluation; what is saved is the
+    weight's magnitude.
 
-    A layer that is thawed begins with that scale, whatever the layout; one that was always trained has the same.
+    A layer that is thawed begins with that scale, whatever the layout; one that was always trained
+    has the same.
     """
     values = 0.05 * randn(32, 48)
     weight, largest = frozen(values), np.float32(values.abs().max())
@@ -186,7 +210,11 @@ def test_a_frozen_weight_has_its_own_scale_in_all_iterations(gathered: str) -> N
         )
         forms.append(weight.casts["layer"])
         for form in forms:
-            assert float(form[0].scale) == float(form[1].scale) == scales_of(values.double().numpy(), E4M3, False), step
+            assert (
+                float(form[0].scale)
+                == float(form[1].scale)
+                == scales_of(values.double().numpy(), E4M3, False)
+            ), step
         scales.end_step()
     assert len({id(form) for form in forms}) == (6 if gathered == "in each iteration" else 1)
     expected = float(np.float32(1) / (np.float32(448) / largest))
@@ -198,7 +226,8 @@ def test_a_frozen_weight_has_its_own_scale_in_all_iterations(gathered: str) -> N
 
 
 def test_a_form_that_is_kept_keeps_its_scale() -> None:
-    """A trained weight's form, which the next gather drops, has the scale that it was rounded with until then."""
+    """A trained weight's form, which the next gather drops, has the scale that it was rounded with
+    until then."""
     values = 0.05 * randn(32, 48)
     weight = weight_of(values)
     eight_bit, scales = a_layer(4, weight)
@@ -211,7 +240,8 @@ def test_a_form_that_is_kept_keeps_its_scale() -> None:
 
 
 def test_other_recipes_are_pure_functions_of_a_weight() -> None:
-    """Of its values alone, whether it is frozen and whatever was multiplied before: kept forms are made anew alike."""
+    """Of its values alone, whether it is frozen and whatever was multiplied before: kept forms are
+    made anew alike."""
     values = 0.05 * randn(32, 48)
     for name in ("tensorwise", "rowwise", "int8"):
         for weight in (weight_of(values), frozen(values)):
@@ -223,4 +253,6 @@ def test_other_recipes_are_pure_functions_of_a_weight() -> None:
             for form, transposed in forms:
                 for found, source in ((form, values), (transposed, values.t())):
                     exact = found.numbers.double().numpy() * found.scale.double().numpy()
-                    assert np.array_equal(exact, dequantized(source, RECIPES[name].values, RECIPES[name].by_row))
+                    assert np.array_equal(
+                        exact, dequantized(source, RECIPES[name].values, RECIPES[name].by_row)
+                    )

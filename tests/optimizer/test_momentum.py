@@ -1,4 +1,5 @@
-"""SGD, Lion and the elementwise parts of Muon against fp64 and torch's SGD, in every form of the weights.
+"""SGD, Lion and the elementwise parts of Muon against fp64 and torch's SGD, in every form of the
+weights.
 
 Dropped updates change no bit.
 """
@@ -38,7 +39,9 @@ def make_weights(form: str, values: Tensor) -> WeightShard:
 
 
 def numbers_of(rate: float, divisor: float, skipped: bool = False) -> StepNumbers:
-    return StepNumbers(rate, DECAY, torch.tensor(divisor), torch.tensor(float(skipped)), torch.zeros(()))
+    return StepNumbers(
+        rate, DECAY, torch.tensor(divisor), torch.tensor(float(skipped)), torch.zeros(())
+    )
 
 
 def scales() -> tuple[Tensor, Tensor]:
@@ -75,17 +78,25 @@ def ours_sgd(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: S
     sgd(weights, gradient, exp_avg, ROWS, numbers, 0.9)
 
 
-def ours_lion(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> None:
+def ours_lion(
+    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers
+) -> None:
     lion(weights, gradient, exp_avg, ROWS, numbers, 0.8, 0.95)
 
 
-def ours_muon(weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> None:
+def ours_muon(
+    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, numbers: StepNumbers
+) -> None:
     update = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
     muon_momentum(gradient, exp_avg, update, slice(0, NUMEL), numbers, 0.7, True)
     descend(weights, update, ROWS, numbers, (1.0, 3.0, 0.5))
 
 
-RULES = {"sgd": (ours_sgd, sgd_in_fp64), "lion": (ours_lion, lion_in_fp64), "muon": (ours_muon, muon_in_fp64)}
+RULES = {
+    "sgd": (ours_sgd, sgd_in_fp64),
+    "lion": (ours_lion, lion_in_fp64),
+    "muon": (ours_muon, muon_in_fp64),
+}
 
 
 def bits(*tensors: Tensor | None) -> list[bytes]:
@@ -97,16 +108,20 @@ CASES = [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRAD
 
 @pytest.mark.parametrize(("rule", "form", "dtype"), CASES, ids=str)
 def test_several_updates_equal_the_formula(rule: str, form: str, dtype: torch.dtype) -> None:
-    """Scaled gradients, changing rates, three ranges, chunks that do not divide; rounded weights equal the master.
+    """Scaled gradients, changing rates, three ranges, chunks that do not divide; rounded weights
+    equal the master.
 
-    After every update one with infinite and NaN gradients is dropped: no bit changes, not even of a negative zero.
+    After every update one with infinite and NaN gradients is dropped: no bit changes, not even of a
+    negative zero.
     """
     update, formula = RULES[rule]
     exact_weights, exact_moment = draw(0).double(), torch.zeros(NUMEL).double()
     weights, exp_avg = make_weights(form, draw(0)), torch.zeros(NUMEL)
     for count, divisor in enumerate((1.0, 512.0, 2.75, 128.0), start=1):
         gradient, rate = (draw(count) * divisor).to(dtype), 0.02 / count
-        exact_weights, exact_moment = formula(exact_weights, exact_moment, gradient.double() / divisor, rate)
+        exact_weights, exact_moment = formula(
+            exact_weights, exact_moment, gradient.double() / divisor, rate
+        )
         with mock.patch.object(adamw, "CPU_CHUNK_NUMEL", 100):
             update(weights, gradient.clone(), exp_avg, numbers_of(rate, divisor))
         master = weights.read()
@@ -114,7 +129,9 @@ def test_several_updates_equal_the_formula(rule: str, form: str, dtype: torch.dt
         assert torch.allclose(master.double(), exact_weights, rtol=2e-6, atol=tolerance), count
         assert torch.allclose(exp_avg.double(), exact_moment, rtol=2e-6, atol=2e-6), count
         if form.endswith("in place"):
-            assert weights.rounded is not None and torch.equal(weights.rounded, master.to(weights.rounded.dtype))
+            assert weights.rounded is not None and torch.equal(
+                weights.rounded, master.to(weights.rounded.dtype)
+            )
         if weights.master is not None:
             weights.master[7] = -0.0
             exact_weights[7] = 0.0
@@ -124,7 +141,9 @@ def test_several_updates_equal_the_formula(rule: str, form: str, dtype: torch.dt
         poison = torch.full_like(gradient, torch.inf)
         poison[::2] = torch.nan
         update(weights, poison, exp_avg, numbers_of(rate, torch.nan, skipped=True))
-        assert bits(*vars(weights).values(), exp_avg) == before, "a dropped update changed something"
+        assert bits(*vars(weights).values(), exp_avg) == before, (
+            "a dropped update changed something"
+        )
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,7 +1,8 @@
-"""Levanter's AdamW, as its own code computed it: flags -> schedule, gradients -> parameters through sharded optimizers.
+"""Levanter's AdamW, as its own code computed it: flags -> schedule, gradients -> parameters through
+sharded optimizers.
 
-The vectors are in fp64, and their file asks for 1e-6 of each parameter. Our weights and moments are in fp32, which
-loses up to 3e-7 of a parameter in fourteen updates.
+The vectors are in fp64, and their file asks for 1e-6 of each parameter. Our weights and moments are
+in fp32, which loses up to 3e-7 of a parameter in fourteen updates.
 """
 
 import json
@@ -22,7 +23,9 @@ from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from tests.support.harness import run_distributed
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "levanter_optim_vectors.json").read_text("utf-8"))
+VECTORS = json.loads(
+    (Path(__file__).parent.parent / "vectors" / "levanter_optim_vectors.json").read_text("utf-8")
+)
 ABOUT, CASES = VECTORS["about"], VECTORS["cases"]
 TOLERANCE = 1e-6  # relative, as the file says
 TOKENS = 8
@@ -39,7 +42,12 @@ FLAGS = {
     "adamc_weight_decay": "adamc_weight_decay",
     "update_rms_clipping": "update_rms_clip",
 }
-CONVENTIONS = ("--lr_step_offset=0", "--clip_grad_style=levanter", "--adam_beta2=0.95", "--adam_eps=1e-8")
+CONVENTIONS = (
+    "--lr_step_offset=0",
+    "--clip_grad_style=levanter",
+    "--adam_beta2=0.95",
+    "--adam_eps=1e-8",
+)
 
 
 def flags(args: dict[str, Any]) -> list[str]:
@@ -67,7 +75,9 @@ class Holder(torch.nn.Module):
         super().__init__()
         self.name = name
         for parameter, shape in shapes.items():
-            spec = ParameterSpec(f"{name}.{parameter}", shape, Initializer("constant", 0.0), weight_decay=False)
+            spec = ParameterSpec(
+                f"{name}.{parameter}", shape, Initializer("constant", 0.0), weight_decay=False
+            )
             self.register_parameter(parameter, declare(spec))
 
 
@@ -77,12 +87,15 @@ class Run:
     def __init__(self, distributed: Distributed, words: list[str]) -> None:
         self.ranks = distributed
         self.config = resolve(parse(words).config, distributed.world_size)
-        # The last layer is there because a chain has two ends: its gradient is zero, and so it stays.
+        # The last layer is there because a chain has two ends: its gradient is zero, and so it
+        # stays.
         layers = [Holder("first", {"w": (2, 3), "b": (2,)}), Holder("last", {"zero": (1,)})]
         options = self.config.optimizer
         declared = [parameter for layer in layers for parameter in layer.parameters()]
         set_weight_decay(declared, options.weight_decay_default_mask, options.weight_decay_modules)  # type: ignore[arg-type]
-        self.model = MultiStage(layers, self.config.multi_stage, self.config.batch, "fp32", distributed)
+        self.model = MultiStage(
+            layers, self.config.multi_stage, self.config.batch, "fp32", distributed
+        )
         self.model.initialize(0)
         self.part = self.model.stages[0].trainable
         assert self.part is not None
@@ -94,7 +107,9 @@ class Run:
         assert self.part is not None
         low = self.ranks.rank * self.part.layout.shard_numel
         for slot, start, end in self.part.layout.pieces(self.ranks.rank):
-            whole = torch.tensor(values[slot.spec.name.rpartition(".")[2]], dtype=torch.float64).flatten()
+            whole = torch.tensor(
+                values[slot.spec.name.rpartition(".")[2]], dtype=torch.float64
+            ).flatten()
             shard[slot.offset + start - low : slot.offset + end - low] = whole[start:end]
 
     def step(self, index: int) -> dict[str, Any]:
@@ -104,7 +119,9 @@ class Run:
         rate = learning_rate(self.config, index + 1)
         loss = torch.tensor(ABOUT["loss"][index] * TOKENS / self.ranks.world_size)
         update = self.optimizer.step(index + 1, rate, loss, TOKENS, self.model.updated)
-        values = {name.rpartition(".")[2]: weight.tolist() for name, weight in self.model.full_weights()}
+        values = {
+            name.rpartition(".")[2]: weight.tolist() for name, weight in self.model.full_weights()
+        }
         return {"lr": rate, "skipped": bool(update.verdict.skipped), **values}
 
 
@@ -112,13 +129,20 @@ def all_cases(distributed: Distributed, zero_stage: int) -> dict[str, list[dict[
     """Every step of every case."""
     results = {}
     for name, case in CASES.items():
-        run = Run(distributed, [*flags(case["args"]), f"--zero_stage={zero_stage}", f"--batch_size={TOKENS}"])
+        run = Run(
+            distributed,
+            [*flags(case["args"]), f"--zero_stage={zero_stage}", f"--batch_size={TOKENS}"],
+        )
         results[name] = [run.step(index) for index in range(ABOUT["num_train_steps"])]
         run.model.finish()
     return results
 
 
-LAYOUTS = [(1, 1), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, 3), (2, 1))), (2, 3)]
+LAYOUTS = [
+    (1, 1),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, 3), (2, 1))),
+    (2, 3),
+]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
@@ -130,13 +154,19 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, list[dict[str, Any
 
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_of_levanter(results: list[dict[str, list[dict[str, Any]]]], name: str) -> None:
-    """After every update, on every rank, with the learning rates and dropped updates of the file."""
+    """After every update, on every rank, with the learning rates and dropped updates of the
+    file."""
     for steps in (result[name] for result in results):
-        assert [index for index, step in enumerate(steps) if step["skipped"]] == CASES[name]["skipped"]
+        assert [index for index, step in enumerate(steps) if step["skipped"]] == CASES[name][
+            "skipped"
+        ]
         for step, expected in zip(steps, CASES[name]["steps"], strict=True):
             assert step["lr"] == pytest.approx(expected["lr"], rel=1e-6)
             assert step["zero"] == [0.0]
             for parameter in ("w", "b"):
-                ours, theirs = (torch.tensor(values[parameter], dtype=torch.float64) for values in (step, expected))
+                ours, theirs = (
+                    torch.tensor(values[parameter], dtype=torch.float64)
+                    for values in (step, expected)
+                )
                 worst = float(((ours - theirs).abs() / theirs.abs()).max())
                 assert worst <= TOLERANCE, (expected["step"], parameter, worst)

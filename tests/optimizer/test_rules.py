@@ -1,4 +1,5 @@
-"""Runs with Lion and SGD against plain torch; with Muon too over layouts, late collectives and dropped bad steps."""
+"""Runs with Lion and SGD against plain torch; with Muon too over layouts, late collectives and
+dropped bad steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ Options = dict[str, Any]
 ITERATIONS = 10
 
 
-# -- against plain torch ----------------------------------------------------------------------------------------------
+# -- against plain torch
+# ----------------------------------------------------------------------------------------------
 
 
 def sgd(config: Config, parameters: list[torch.nn.Parameter]) -> Callable[[float], None]:
@@ -55,7 +57,9 @@ def decay_of(config: Config, parameter: torch.nn.Parameter) -> float:
     return config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
 
 
-def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
+def plain_loop(
+    options: Options, initial: dict[str, np.ndarray]
+) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and final weights."""
     config = tiny_config(**options)
     model = PlainGPT(config.model)
@@ -73,8 +77,8 @@ def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[f
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
 
-# Options, and tolerances of losses, relative, and of weights, of their largest movement. Lion looks at signs alone:
-# where gradients differ in their last bits, some elements go the other way.
+# Options, and tolerances of losses, relative, and of weights, of their largest movement. Lion looks
+# at signs alone: where gradients differ in their last bits, some elements go the other way.
 TRAINED: dict[str, tuple[Options, float, float]] = {
     "lion": ({"clip_grad": 0.3, "lr": 3e-4, "adam_beta2": 0.99}, 1e-5, 2e-3),
     "sgd": (LLAMA | {"lr": 0.5, "sgd_momentum": 0.8}, 1e-6, 2e-5),
@@ -82,7 +86,12 @@ TRAINED: dict[str, tuple[Options, float, float]] = {
 LAYOUT_NAMES = {(1, 1): "alone", (2, 3): "two ranks, ZeRO 3", (3, 1): "three ranks, ZeRO 1"}
 SHORT = {("lion", (2, 3)), ("sgd", (1, 1))}
 RUNS = [
-    pytest.param(case, layout, id=f"{case}, {name}", marks=[] if (case, layout) in SHORT else [pytest.mark.slow])
+    pytest.param(
+        case,
+        layout,
+        id=f"{case}, {name}",
+        marks=[] if (case, layout) in SHORT else [pytest.mark.slow],
+    )
     for case in TRAINED
     for layout, name in LAYOUT_NAMES.items()
 ]
@@ -92,19 +101,30 @@ RUNS = [
 def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None:
     """Several clipped steps on the same data: the same losses, which fall, and the same weights."""
     (ranks, zero_stage), (given, loss_tolerance, weight_tolerance) = layout, TRAINED[case]
-    options = {"batch_size": 6, "lr_warmup": 4, "optimizer": case, **given, "zero_stage": zero_stage}
+    options = {
+        "batch_size": 6,
+        "lr_warmup": 4,
+        "optimizer": case,
+        **given,
+        "zero_stage": zero_stage,
+    }
     ours = run_distributed(ranks, train_tiny, options, ITERATIONS)[0]
     losses, weights = plain_loop(options, ours.initial)
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(ours.losses, losses, rtol=loss_tolerance)
     for name, weight in weights.items():
-        if name.endswith("query_key_value.bias"):  # of keys: their exact gradient is zero, but not its sign
+        if name.endswith(
+            "query_key_value.bias"
+        ):  # of keys: their exact gradient is zero, but not its sign
             continue
         moved = weight - ours.initial[name]
-        assert np.linalg.norm(ours.weights[name] - weight) <= weight_tolerance * np.linalg.norm(moved), name
+        assert np.linalg.norm(ours.weights[name] - weight) <= weight_tolerance * np.linalg.norm(
+            moved
+        ), name
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
+# -- layouts
+# ----------------------------------------------------------------------------------------------------------
 
 SMALL: Options = {"sequence_length": 8, "num_layers": 3, "batch_size": 6}
 LAYOUTS: list[Options] = [
@@ -123,10 +143,13 @@ OPTIMIZERS: list[Options] = [
 
 
 def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
-    """Train in all layouts, and in two of them again with collectives that are late or slow beside the computation."""
+    """Train in all layouts, and in two of them again with collectives that are late or slow beside
+    the computation."""
     found = [Engine(distributed, SMALL | options | layout).run(3, 2) for layout in LAYOUTS]
     for layout in (LAYOUTS[0], LAYOUTS[2]):
-        found.append(Engine(distributed, SMALL | options | layout, LateGroup(distributed)).run(3, 2))
+        found.append(
+            Engine(distributed, SMALL | options | layout, LateGroup(distributed)).run(3, 2)
+        )
     if options["optimizer"] == "muon":
         group = DelayedGroup(distributed)
         found.append(Engine(distributed, SMALL | options | LAYOUTS[2], group).run(3, 2))
@@ -136,7 +159,10 @@ def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(OPTIMIZERS)],
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if i > 1 else [])
+        for i, case in enumerate(OPTIMIZERS)
+    ],
     ids=str,
 )
 def test_layouts_and_late_collectives_change_no_bit(options: Options) -> None:
@@ -145,11 +171,13 @@ def test_layouts_and_late_collectives_change_no_bit(options: Options) -> None:
         assert all(other == of_rank[0] for other in of_rank[1:])
 
 
-# -- bad steps --------------------------------------------------------------------------------------------------------
+# -- bad steps
+# --------------------------------------------------------------------------------------------------------
 
 
 def poisoned(distributed: Distributed, cases: list[Options]) -> list[tuple[bool, bool, bool]]:
-    """(dropped, unchanged, moved by the step after it), where one rank has one bad gradient among its matrices."""
+    """(dropped, unchanged, moved by the step after it), where one rank has one bad gradient among
+    its matrices."""
     results = []
     for options in cases:
         engine = Engine(distributed, SMALL | options)
@@ -197,14 +225,16 @@ def test_a_bad_step_leaves_every_bit_as_it_was(optimizer: str, forms: list[Optio
             assert result == (True, True, True), options
 
 
-# -- from the command line --------------------------------------------------------------------------------------------
+# -- from the command line
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "optimizer", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lion", "sgd"))]
 )
 def test_a_run_from_the_command_line_learns(optimizer: str, tmp_path: Path) -> None:
-    """A corpus of counting numbers: the loss falls below half of it; memory and Muon's traffic are in the log."""
+    """A corpus of counting numbers: the loss falls below half of it; memory and Muon's traffic are
+    in the log."""
     rate = {"muon": 0.01, "lion": 0.002, "sgd": 0.5}[optimizer]
     write_documents(tmp_path / "corpus", (np.arange(first, first + 64) % 64 for first in range(64)))
     flags = [

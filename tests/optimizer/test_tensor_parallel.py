@@ -1,4 +1,5 @@
-"""Optimizers on the parts of parameters that tensor-parallel ranks have, against whole parameters on one rank."""
+"""Optimizers on the parts of parameters that tensor-parallel ranks have, against whole parameters
+on one rank."""
 
 import functools
 from typing import Any, NamedTuple
@@ -23,7 +24,13 @@ from tests.support.whole_parameters import Weights, fill_gradients, masters, tog
 Options = dict[str, Any]
 
 STEPS = 3
-SMALL: Options = {"sequence_length": 8, "clip_grad": 0.0, "batch_size": 4, "vocab_size": 61, "weight_decay": 0.3}
+SMALL: Options = {
+    "sequence_length": 8,
+    "clip_grad": 0.0,
+    "batch_size": 4,
+    "vocab_size": 61,
+    "weight_decay": 0.3,
+}
 RATES: Options = {
     "freeze": ("blocks.0.mlp.up", "head"),
     "lr_scales": ("*.query_key_value.*:0.5", "embedding:0.1", "*.down.*:2", "*.bias:3"),
@@ -31,7 +38,13 @@ RATES: Options = {
 # By elements, or by whole matrices: equal gradients give equal bits in every layout.
 EXACT: dict[str, Options] = {
     "muon": {"optimizer": "muon", "ema_type": "ema", **RATES},
-    "muon, grouped heads": {"optimizer": "muon", **LLAMA, "qk_layernorm": True, "zero_stage": 3, "num_layers": 3},
+    "muon, grouped heads": {
+        "optimizer": "muon",
+        **LLAMA,
+        "qk_layernorm": True,
+        "zero_stage": 3,
+        "num_layers": 3,
+    },
     "muon, stages of two": {"optimizer": "muon", **LLAMA, "num_layers": 3, "layers_per_stage": 2.0},
     "adamw": {"ema_type": "ema", "weight_decay_default_mask": "levanter", **RATES},
     "lion": {"optimizer": "lion", **LLAMA, "zero_stage": 2, "training_dtype": "bf16"},
@@ -64,7 +77,8 @@ class Trained(NamedTuple):
 
 
 def update(ranks: Distributed, options: Options) -> Trained:
-    """Some updates from the same gradients in every layout; ranks of a tensor-parallel group differ in their loss."""
+    """Some updates from the same gradients in every layout; ranks of a tensor-parallel group differ
+    in their loss."""
     torch.manual_seed(ranks.rank)
     engine = Engine(ranks, SMALL | options | {"tensor_parallel": ranks.tensor.world_size})
     engine.model.gather_ahead()
@@ -78,33 +92,52 @@ def update(ranks: Distributed, options: Options) -> Trained:
         engine.model.gather_ahead()
     engine.model.finish()
     averages = masters(engine, "average") if engine.model.memory.averages else {}
-    text = describe(engine.model.stages) if rule_of(engine.config.optimizer).declared.whole_matrices else ""
+    text = (
+        describe(engine.model.stages)
+        if rule_of(engine.config.optimizer).declared.whole_matrices
+        else ""
+    )
     return Trained(masters(engine), averages, losses, norms, engine.optimizer.record(), text)
 
 
 def overflow(ranks: Distributed) -> tuple[float, bool, bool]:
-    """The loss scale, whether an update was dropped, whether weights stayed, if only the last rank has infinities."""
-    options: Options = {"training_dtype": "fp16", "hysteresis": 1, "tensor_parallel": ranks.tensor.world_size}
+    """The loss scale, whether an update was dropped, whether weights stayed, if only the last rank
+    has infinities."""
+    options: Options = {
+        "training_dtype": "fp16",
+        "hysteresis": 1,
+        "tensor_parallel": ranks.tensor.world_size,
+    }
     engine = Engine(ranks, SMALL | options)
     engine.model.gather_ahead()
     fill_gradients(engine, 1)
     before, rank = masters(engine), ranks.data.rank
     for _, part in engine.model.parts():
-        for slot, start, _ in part.layout.pieces(rank) if ranks.rank == ranks.world_size - 1 else ():
+        for slot, start, _ in (
+            part.layout.pieces(rank) if ranks.rank == ranks.world_size - 1 else ()
+        ):
             if slot.spec.split.dim == 1:
                 part.grad_shard[slot.offset + start - rank * part.layout.shard_numel] = torch.inf
     done = engine.optimizer.step(1, 0.02, torch.tensor(1.0), engine.tokens, engine.model.updated)
     engine.model.finish()
-    stays = all(np.array_equal(weight, before[name], equal_nan=True) for name, weight in masters(engine).items())
+    stays = all(
+        np.array_equal(weight, before[name], equal_nan=True)
+        for name, weight in masters(engine).items()
+    )
     return float(engine.optimizer.loss_scale.scale), bool(done.verdict.skipped), stays
 
 
-def update_all(ranks: Distributed, layouts: tuple[int, ...]) -> tuple[dict[tuple[int, str], Trained], Any]:
-    """Every case in every layout: tensor-parallel ranks of four. And `overflow` in the last layout."""
+def update_all(
+    ranks: Distributed, layouts: tuple[int, ...]
+) -> tuple[dict[tuple[int, str], Trained], Any]:
+    """Every case in every layout: tensor-parallel ranks of four. And `overflow` in the last
+    layout."""
     found = {}
     for tensor_parallel in layouts:
         divide(ranks, dist.new_group, DistributedConfig(tensor_parallel=tensor_parallel))
-        found |= {(tensor_parallel, name): update(ranks, options) for name, options in CASES.items()}
+        found |= {
+            (tensor_parallel, name): update(ranks, options) for name, options in CASES.items()
+        }
     return found, overflow(ranks)
 
 
@@ -125,13 +158,16 @@ def on_four_ranks() -> list[dict[tuple[int, str], Trained]]:
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_gradients_move_weights_as_on_one_rank(name: str, tensor_parallel: int) -> None:
-    """Weights and averages are those of one rank, to the bit where no sum decides; copies are equal."""
+    """Weights and averages are those of one rank, to the bit where no sum decides; copies are
+    equal."""
     one, ranks = on_one_rank(name), [rank[tensor_parallel, name] for rank in on_four_ranks()]
     for kind in ("weights", "averages"):
         of_ranks = [getattr(rank, kind) for rank in ranks]
         whole = together(of_ranks)
         assert whole.keys() == getattr(one, kind).keys() and (kind == "averages" or whole)
-        for weight, expected in ((whole[name], expected) for name, expected in getattr(one, kind).items()):
+        for weight, expected in (
+            (whole[name], expected) for name, expected in getattr(one, kind).items()
+        ):
             if name in EXACT:
                 np.testing.assert_array_equal(weight, expected)
             else:
@@ -139,16 +175,23 @@ def test_equal_gradients_move_weights_as_on_one_rank(name: str, tensor_parallel:
         for own in of_ranks:
             for parameter, weight in own.items():
                 held = ~np.isnan(weight)
-                np.testing.assert_array_equal(weight[held], whole[parameter][held], err_msg=parameter)
+                np.testing.assert_array_equal(
+                    weight[held], whole[parameter][held], err_msg=parameter
+                )
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_decide_by_the_same_numbers(name: str, tensor_parallel: int) -> None:
-    """Norms count every element once, losses every data-parallel rank once; all ranks have the same bits."""
+    """Norms count every element once, losses every data-parallel rank once; all ranks have the same
+    bits."""
     one, ranks = on_one_rank(name), [rank[tensor_parallel, name] for rank in on_four_ranks()]
     for rank in ranks:
-        assert (rank.losses, rank.norms, rank.record) == (ranks[0].losses, ranks[0].norms, ranks[0].record)
+        assert (rank.losses, rank.norms, rank.record) == (
+            ranks[0].losses,
+            ranks[0].norms,
+            ranks[0].record,
+        )
     assert ranks[0].losses == [4 / tensor_parallel] * STEPS
     np.testing.assert_allclose(ranks[0].norms, one.norms, rtol=1e-6)
     assert ranks[0].record == pytest.approx(one.record, rel=1e-6)
@@ -160,12 +203,22 @@ def test_the_cases_clip() -> None:
 
 
 def test_copies_of_heads_that_begin_inside_of_a_range_are_refused() -> None:
-    """One line with the numbers; a layout that fits, or one without copies of heads, is accepted."""
+    """One line with the numbers; a layout that fits, or one without copies of heads, is
+    accepted."""
     assert CLIPPING_ALIGNMENT == adamw.ALIGNMENT
-    biased: Options = {**LLAMA, "add_qkv_biases": True, "tensor_parallel": 4, "update_rms_clip": 1.0}
+    biased: Options = {
+        **LLAMA,
+        "add_qkv_biases": True,
+        "tensor_parallel": 4,
+        "update_rms_clip": 1.0,
+    }
     with pytest.raises(UsageError, match="after 8 query channels; clipping needs a multiple of 64"):
         tiny_config(4, **biased)
-    for options in ({"kv_channels": 64}, {"head_groups": 4}, {"add_qkv_biases": False, "hidden_size": 64}):
+    for options in (
+        {"kv_channels": 64},
+        {"head_groups": 4},
+        {"add_qkv_biases": False, "hidden_size": 64},
+    ):
         tiny_config(4, **biased | options)
 
 
@@ -204,4 +257,6 @@ def test_muon_trains_as_on_data_parallel_ranks() -> None:
         np.testing.assert_allclose(found[size].losses, found[1].losses, rtol=1e-4)
         for name, weight in found[1].weights.items():
             moved = np.abs(weight - found[1].initial[name]).max()
-            np.testing.assert_allclose(found[size].weights[name], weight, rtol=0, atol=0.02 * moved, err_msg=name)
+            np.testing.assert_allclose(
+                found[size].weights[name], weight, rtol=0, atol=0.02 * moved, err_msg=name
+            )

@@ -1,4 +1,5 @@
-"""The page at the end of a run: no failure of it ends the run, and no directory of another run is written to."""
+"""The page at the end of a run: no failure of it ends the run, and no directory of another run is
+written to."""
 
 import errno
 import json
@@ -27,15 +28,23 @@ def fake_run(root: Path | None, rank: int = 0, report: bool = True, lost: bool =
 def root(tmp_path: Path) -> Path:
     """A directory with metrics."""
     records = [{"phase": "training", "iteration": i, "loss": 1.0, "run": 0} for i in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     return tmp_path
 
 
 def test_only_the_first_rank_of_a_run_with_metrics_writes(root: Path) -> None:
-    """Not another rank, not with --report=0, not into a directory that another run may have taken over."""
+    """Not another rank, not with --report=0, not into a directory that another run may have taken
+    over."""
     page = root / "report.html"
     (root / "empty").mkdir()
-    idle = [fake_run(root, rank=1), fake_run(root, report=False), fake_run(root, lost=True), fake_run(None)]
+    idle = [
+        fake_run(root, rank=1),
+        fake_run(root, report=False),
+        fake_run(root, lost=True),
+        fake_run(None),
+    ]
     for run in (*idle, fake_run(root / "empty")):
         leave_report(run, in_a_hurry=False)
         assert not page.exists() and not [*(root / "empty").iterdir()]
@@ -43,10 +52,16 @@ def test_only_the_first_rank_of_a_run_with_metrics_writes(root: Path) -> None:
     assert page.is_file()
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), KeyError("x\ny")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), KeyError("x\ny")]
+)
 @pytest.mark.parametrize("place", ["is_lost", "write_report"])
 def test_a_failure_is_one_warning(
-    error: Exception, place: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    place: str,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Which says how to write the page later."""
 
@@ -69,7 +84,11 @@ def test_a_failure_is_one_warning(
 
 @pytest.mark.parametrize(("in_a_hurry", "written"), [(False, True), (True, False)])
 def test_a_stopped_run_leaves_a_long_page_for_later(
-    in_a_hurry: bool, written: bool, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_a_hurry: bool,
+    written: bool,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The time that a page takes follows from the size of metrics.jsonl."""
     monkeypatch.setattr(pretrain, "LARGEST_IN_A_HURRY_BYTES", 100)

@@ -29,7 +29,8 @@ def tried(
     kind: type = StorageError,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[float], bool]:
-    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether it failed.
+    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether
+    it failed.
 
     check: that of the directory.
     """
@@ -76,8 +77,9 @@ def test_a_stop_signal_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_signal_ends_the_wait_for_a_save_in_the_background() -> None:
-    """A rank pauses before it writes again, and all wait for it: at a signal to any rank it hurries, and no rank waits
-    in one exchange for the whole of the pauses, for which there is a time-out."""
+    """A rank pauses before it writes again, and all wait for it: at a signal to any rank it
+    hurries, and no rank waits in one exchange for the whole of the pauses, for which there is a
+    time-out."""
     for received, looks in ((0, 3), (15, 1)):
         told: list[bool] = []
         states = iter([False, False, True])
@@ -97,9 +99,11 @@ def test_a_lost_folder_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch
     assert tried(monkeypatch, failures=9, retries=4, kind=FolderLostError) == (1, [], True)
 
 
-def test_a_save_that_fails_since_its_folder_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder may be removed between the check and the last sync: the error of the sync is not the reason. A file
-    system that does not tell whether the folder is lost changes nothing."""
+def test_a_save_that_fails_since_its_folder_is_lost_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder may be removed between the check and the last sync: the error of the sync is not the
+    reason. A file system that does not tell whether the folder is lost changes nothing."""
 
     def lost() -> None:
         raise FolderLostError("moved")
@@ -123,7 +127,12 @@ def test_a_save_that_fails_since_its_folder_is_lost_says_so(monkeypatch: pytest.
 def test_a_run_survives_storage_that_fails_for_a_moment(asynchronous: int, tmp_path: Path) -> None:
     """EIO on rank 1 at its first write: a warning, and the checkpoints of a run without a fault."""
     experiment, fired = tmp_path / "run", str(tmp_path / "fired")
-    flags = [*TINY, f"--experiment_dir={experiment}", "--checkpoint_interval=2", f"--async_checkpoint={asynchronous}"]
+    flags = [
+        *TINY,
+        f"--experiment_dir={experiment}",
+        "--checkpoint_interval=2",
+        f"--async_checkpoint={asynchronous}",
+    ]
     faults = {1: Fault(2 if asynchronous else 1, errno.EIO, fired)}  # opens or writes its file
     outcome = run([*flags, "--save_retries=1"], 2, faults=faults)
     assert outcome.codes == [0, 0] and Path(fired).exists(), outcome.output
@@ -136,7 +145,12 @@ def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> Non
     """Exit 8 at the next iteration, and no checkpoint."""
     experiment = tmp_path / "run"
     faults = {1: Fault(2, errno.ENOSPC, str(tmp_path / "fired"))}
-    flags = [*TINY, "--train_iters=1000", f"--experiment_dir={experiment}", "--checkpoint_interval=2"]
+    flags = [
+        *TINY,
+        "--train_iters=1000",
+        f"--experiment_dir={experiment}",
+        "--checkpoint_interval=2",
+    ]
     outcome = run([*flags, "--async_checkpoint=1"], 2, faults=faults)
     assert outcome.codes == [8, 8], outcome.output
     assert "cannot save the checkpoint of iteration 2: rank 1: " in read_exit(experiment)["message"]
@@ -185,7 +199,12 @@ def count_reads(distributed: Distributed, folder: str) -> tuple[int, int]:
 
     os.open = counting
     try:
-        options = {"checkpoint_interval": 1, "max_checkpoints": 100, "train_iters": 12, "experiment_dir": folder}
+        options = {
+            "checkpoint_interval": 1,
+            "max_checkpoints": 100,
+            "train_iters": 12,
+            "experiment_dir": folder,
+        }
         train_whole(distributed, tiny_config(**options))
     finally:
         os.open = original

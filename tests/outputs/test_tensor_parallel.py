@@ -26,20 +26,42 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 
 
 def options(folder: Path) -> Options:
-    """Two data sets with masks, prompts of different lengths, and weights that soon make different texts."""
+    """Two data sets with masks, prompts of different lengths, and weights that soon make different
+    texts."""
     draw = np.random.default_rng(1)
     save_byte_tokenizer(str(folder / "tokenizer.json"))
     (folder / "prompts.txt").write_text("the\na longer one\n")
     for name in ("first", "second"):
         for kind, top, dtype in (("tokens", 257, "<u2"), ("mask", 2, "|u1")):
-            write_documents(folder / f"{name}.{kind}", np.split(draw.integers(0, top, 240).astype(dtype), 8), dtype)
+            write_documents(
+                folder / f"{name}.{kind}",
+                np.split(draw.integers(0, top, 240).astype(dtype), 8),
+                dtype,
+            )
     return (
-        dict(vocab_size=257, sequence_length=24, train_iters=2, lr=1e-2, lr_warmup=2, init_method_std=0.5)
+        dict(
+            vocab_size=257,
+            sequence_length=24,
+            train_iters=2,
+            lr=1e-2,
+            lr_warmup=2,
+            init_method_std=0.5,
+        )
         | dict(head_groups=2, dataset_source="list")
         | dict(data_path=tuple(str(folder / f"{name}.tokens") for name in ("first", "second")))
-        | dict(loss_mask=tuple(str(folder / f"{name}.mask") for name in ("first", "second")), split=(2.0, 1.0, 1.0))
-        | dict(validation_iters="all", validation_interval=2, validation_by_dataset=True, test_iters=1)
-        | dict(ema_type="ema", ema_beta=0.5, tokenizer_file=str(folder / "tokenizer.json"), sample_interval=2)
+        | dict(
+            loss_mask=tuple(str(folder / f"{name}.mask") for name in ("first", "second")),
+            split=(2.0, 1.0, 1.0),
+        )
+        | dict(
+            validation_iters="all", validation_interval=2, validation_by_dataset=True, test_iters=1
+        )
+        | dict(
+            ema_type="ema",
+            ema_beta=0.5,
+            tokenizer_file=str(folder / "tokenizer.json"),
+            sample_interval=2,
+        )
         | dict(sample_tokens=6, sample_temperature=1.0, sample_prompts=str(folder / "prompts.txt"))
     )
 
@@ -59,7 +81,10 @@ def outputs() -> dict[str, tuple[list[Any], list[Any]]]:
         return {
             name: (
                 read_metrics(Path(root) / str(place) / "metrics.jsonl"),
-                [json.loads(line) for line in (Path(root) / str(place) / "samples.jsonl").read_text().splitlines()],
+                [
+                    json.loads(line)
+                    for line in (Path(root) / str(place) / "samples.jsonl").read_text().splitlines()
+                ],
             )
             for place, name in enumerate(LAYOUTS)
         }
@@ -82,7 +107,10 @@ def test_losses_are_those_of_data_parallel_ranks(layout: str) -> None:
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1"])
 def test_sampled_tokens_are_those_of_data_parallel_ranks(layout: str) -> None:
     expected, found = (
-        [(line["iteration"], [sample["tokens"] for sample in line["samples"]]) for line in outputs()[name][1]]
+        [
+            (line["iteration"], [sample["tokens"] for sample in line["samples"]])
+            for line in outputs()[name][1]
+        ]
         for name in ("1", layout)
     )
     assert found == expected and [iteration for iteration, _ in found] == [2]

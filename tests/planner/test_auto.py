@@ -9,7 +9,12 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels import matmul_library
-from megatron_lite.planner.auto import blocks_per_stage, device_memory_bytes, resolve_auto, worthwhile_bytes
+from megatron_lite.planner.auto import (
+    blocks_per_stage,
+    device_memory_bytes,
+    resolve_auto,
+    worthwhile_bytes,
+)
 from megatron_lite.planner.plan import Planner
 from megatron_lite.setup_run import _choose_products
 from tests.support.harness import Trajectory, run_distributed, same_weights, tiny_config, train_tiny
@@ -18,20 +23,26 @@ MIB = 2**20
 
 
 def a_config(ranks: int, **options: Any) -> Config:
-    sizes = dict(num_layers=16, hidden_size=256, training_dtype="bf16", batch_size=ranks, zero_stage="auto")
+    sizes = dict(
+        num_layers=16, hidden_size=256, training_dtype="bf16", batch_size=ranks, zero_stage="auto"
+    )
     return tiny_config(ranks, **{**sizes, **options})
 
 
 def needed(config: Config, ranks: int) -> list[int]:
     """The predicted memory of each ZeRO stage."""
     stages = [dataclasses.replace(config.multi_stage, zero_stage=stage) for stage in (1, 2, 3)]
-    plans = [Planner(ranks, "cuda").plan(dataclasses.replace(config, multi_stage=stage)) for stage in stages]
+    plans = [
+        Planner(ranks, "cuda").plan(dataclasses.replace(config, multi_stage=stage))
+        for stage in stages
+    ]
     return [plan.needed_bytes() for plan in plans]
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 128])
 def test_the_lowest_stage_that_fits(ranks: int) -> None:
-    """A device that just holds the memory of a stage gets that stage; a smaller device gets the next one."""
+    """A device that just holds the memory of a stage gets that stage; a smaller device gets the
+    next one."""
     config = a_config(ranks, num_layers=6)
     first, second, third = needed(config, ranks)
     assert first > second > third
@@ -44,7 +55,11 @@ def test_the_lowest_stage_that_fits(ranks: int) -> None:
     assert chosen(first - 2)[:2] == chosen(second)[:2] == (2, False)
     assert chosen(second - 2)[:2] == chosen(third)[:2] == (3, False)
     stage, warns, text = chosen(third - 100 * MIB)
-    assert (stage, warns) == (3, True) and "0.1 GiB too much" in text and "--mlp_recompute_level=full" in text
+    assert (
+        (stage, warns) == (3, True)
+        and "0.1 GiB too much" in text
+        and "--mlp_recompute_level=full" in text
+    )
 
 
 def test_split_master_weights_leave_two_stages() -> None:
@@ -56,10 +71,15 @@ def test_split_master_weights_leave_two_stages() -> None:
 def test_recomputation_and_micro_batches_count() -> None:
     """Smaller activations allow a lower stage."""
     much = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096)
-    less = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full")
+    less = a_config(
+        8, sequence_length=4096, batch_size=32, vocab_size=4096, mlp_recompute_level="full"
+    )
     least = a_config(8, sequence_length=4096, batch_size=32, vocab_size=4096, micro_batch_size=1)
     memory = needed(less, 8)[0]
-    stages = [resolve_auto(config, 8, "cuda", memory)[0].multi_stage.zero_stage for config in (much, less, least)]
+    stages = [
+        resolve_auto(config, 8, "cuda", memory)[0].multi_stage.zero_stage
+        for config in (much, less, least)
+    ]
     assert stages == [3, 1, 1]
 
 
@@ -73,18 +93,36 @@ def test_nothing_automatic_changes_nothing() -> None:
     [
         (1, "cuda", dict(), 1),
         (8, "cuda", dict(hidden_size=4096, num_layers=32), 1),  # a block has 416 MiB
-        (8, "cuda", dict(hidden_size=768, num_attention_heads=12), 3),  # 13.5 MiB a block: three are 40.5
+        (
+            8,
+            "cuda",
+            dict(hidden_size=768, num_attention_heads=12),
+            3,
+        ),  # 13.5 MiB a block: three are 40.5
         (8, "cuda", dict(hidden_size=768, num_attention_heads=12, training_dtype="fp32"), 2),
-        (64, "cuda", dict(hidden_size=768, num_attention_heads=12), 4),  # 63 MiB would be five: a quarter of 16
+        (
+            64,
+            "cuda",
+            dict(hidden_size=768, num_attention_heads=12),
+            4,
+        ),  # 63 MiB would be five: a quarter of 16
         (64, "cuda", dict(hidden_size=768, num_attention_heads=12, num_layers=48), 5),
         (8, "cuda", dict(num_layers=3), 1),
-        (8, "cuda", dict(hidden_size=768, num_attention_heads=12, pipeline_parallel=2), 2),  # of 8 on a rank
+        (
+            8,
+            "cuda",
+            dict(hidden_size=768, num_attention_heads=12, pipeline_parallel=2),
+            2,
+        ),  # of 8 on a rank
         (2, "cpu", dict(), 1),
         (4, "cpu", dict(hidden_size=128), 4),
     ],
 )
-def test_blocks_per_stage(ranks: int, device_type: str, sizes: dict[str, Any], expected: int) -> None:
-    """They make a gather worth its latency, are at most a quarter of a rank's blocks, and end up in the options."""
+def test_blocks_per_stage(
+    ranks: int, device_type: str, sizes: dict[str, Any], expected: int
+) -> None:
+    """They make a gather worth its latency, are at most a quarter of a rank's blocks, and end up in
+    the options."""
     config = a_config(ranks, **{"zero_stage": 1, "layers_per_stage": "auto", **sizes})
     blocks, note = blocks_per_stage(config, ranks, device_type)
     assert blocks == expected, note.text
@@ -110,7 +148,10 @@ def test_a_rank_gets_its_part_of_the_machine() -> None:
 def test_auto_trains_like_what_it_chose() -> None:
     """Two ranks agree on values for `auto` and train as with these values."""
     sizes = {"num_layers": 8, "hidden_size": 64}
-    cases = [dict(sizes, zero_stage="auto", layers_per_stage="auto"), dict(sizes, zero_stage=1, layers_per_stage=2.0)]
+    cases = [
+        dict(sizes, zero_stage="auto", layers_per_stage="auto"),
+        dict(sizes, zero_stage=1, layers_per_stage=2.0),
+    ]
     (auto, plain), _ = run_distributed(2, train_each, cases)
     assert auto.memory_bytes == plain.memory_bytes and auto.losses == plain.losses
     assert same_weights(auto.weights, plain.weights)
@@ -122,7 +163,11 @@ def train_each(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Tr
 
 def test_ranks_on_different_processors_take_one_library() -> None:
     """oneDNN only if it is the choice on every rank; config.json says which it is."""
-    for own, expected in ((("onednn", "blas"), "blas"), (("blas", "onednn"), "blas"), (("onednn",) * 2, "onednn")):
+    for own, expected in (
+        (("onednn", "blas"), "blas"),
+        (("blas", "onednn"), "blas"),
+        (("onednn",) * 2, "onednn"),
+    ):
         assert run_distributed(2, agreed_library, own) == [expected] * 2
 
 

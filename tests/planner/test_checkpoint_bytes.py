@@ -19,14 +19,17 @@ def save(distributed: Distributed, options: dict[str, Any], folder: str) -> None
     """Build a run as the program does, and save."""
     from megatron_lite.outputs.saving import save
 
-    run = start_run(distributed, tiny_config(distributed.world_size, **options, experiment_dir=folder))
+    run = start_run(
+        distributed, tiny_config(distributed.world_size, **options, experiment_dir=folder)
+    )
     save(run)
     distributed.barrier()
 
 
 @pytest.mark.parametrize("drawn", some(DRAWN, each=12))
 def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
-    """The files of all ranks to the byte; with the manifest, a large part for models this small, within 2 %."""
+    """The files of all ranks to the byte; with the manifest, a large part for models this small,
+    within 2 %."""
     ranks = min(drawn.ranks, MOST_RANKS)
     batch = {"batch_size": drawn.options["batch_size"] // drawn.ranks * ranks}
     files_are_as_planned(ranks, {**drawn.options, **batch}, tmp_path, most_manifest=0.02)
@@ -36,13 +39,19 @@ def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "shared"), [(2, 2), (4, 2), (4, 4)])
 def test_the_disk_of_tensor_parallel_ranks(ranks: int, shared: int, tmp_path: Path) -> None:
     """Each rank writes what it holds, copies of small parameters included."""
-    options = dict(tensor_parallel=shared, vocab_size=61, num_layers=3, training_dtype="bf16", ema_type="ema")
+    options = dict(
+        tensor_parallel=shared, vocab_size=61, num_layers=3, training_dtype="bf16", ema_type="ema"
+    )
     files_are_as_planned(ranks, options, tmp_path, most_manifest=0.1)
 
 
-def files_are_as_planned(ranks: int, options: dict[str, Any], folder: Path, most_manifest: float) -> None:
+def files_are_as_planned(
+    ranks: int, options: dict[str, Any], folder: Path, most_manifest: float
+) -> None:
     """Save on ranks that are processes, and compare the bytes of the files."""
-    run_distributed(ranks, save, options, str(folder), tensor_parallel=options.get("tensor_parallel", 1))
+    run_distributed(
+        ranks, save, options, str(folder), tensor_parallel=options.get("tensor_parallel", 1)
+    )
     config = tiny_config(ranks, **options, experiment_dir=str(folder))
     plan = one_plan(config, ranks, "cpu")
     sizes = {path.name: path.stat().st_size for path in (folder / "checkpoints" / "0").iterdir()}

@@ -18,31 +18,53 @@ from pretrain_gpt import main
 from tests.planner.test_plan import SIZES
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, micro_batches, one_plan, simulated_rank, some
+from tests.support.memory_meters import (
+    AllocatorMeter,
+    micro_batches,
+    one_plan,
+    simulated_rank,
+    some,
+)
 from tests.support.thread_ranks import rank_grid
 
 Options = dict[str, Any]
 WAYS = [
-    *(("breadth_first", "loop"), ("breadth_first", "v"), ("one_f_one_b", "loop"), ("interleaved", "loop")),
+    *(
+        ("breadth_first", "loop"),
+        ("breadth_first", "v"),
+        ("one_f_one_b", "loop"),
+        ("interleaved", "loop"),
+    ),
     ("zero_bubble_v", "v"),
 ]
 OPTIONS: Options = {"num_layers": 8, "batch_size": 8, "micro_batch_size": 1, "pipeline_parallel": 2}
 
 
 def configured(schedule: str, placement: str, ranks: int = 2, **options: Any) -> Config:
-    way = {"pipeline_schedule": schedule, "pipeline_placement": placement, "tie_word_embeddings": placement == "v"}
+    way = {
+        "pipeline_schedule": schedule,
+        "pipeline_placement": placement,
+        "tie_word_embeddings": placement == "v",
+    }
     return tiny_config(ranks, **{**OPTIONS, **way, **options})
 
 
 @pytest.mark.parametrize(
     ("rank", "way"),
-    some([*((*way, way[1] == "v") for way in WAYS), *((*way, True) for way in WAYS[2:4])], (0, 1), each=2),
+    some(
+        [*((*way, way[1] == "v") for way in WAYS), *((*way, True) for way in WAYS[2:4])],
+        (0, 1),
+        each=2,
+    ),
     ids=str,
 )
 def test_peaks_are_those_of_a_step(way: tuple[str, str, bool], rank: int) -> None:
-    """The planned peak of every pipeline rank is within 1 percent of its step, whose messages are memory only."""
+    """The planned peak of every pipeline rank is within 1 percent of its step, whose messages are
+    memory only."""
     schedule, placement, tied = way
-    sizes = dict(SIZES, num_layers=6, batch_size=6, sequence_length=128, zero_stage=3 if rank else 1)
+    sizes = dict(
+        SIZES, num_layers=6, batch_size=6, sequence_length=128, zero_stage=3 if rank else 1
+    )
     config = configured(schedule, placement, **sizes, tie_word_embeddings=tied)
     model, batches = simulated_rank(config, 2, rank), micro_batches(config)
     model.initialize(1)
@@ -56,8 +78,16 @@ def test_peaks_are_those_of_a_step(way: tuple[str, str, bool], rank: int) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_peaks_of_an_evaluation(rank: int) -> None:
-    """With larger micro-batches an evaluation sets the peak: a rank has the hidden states of all of them at once."""
-    sizes = dict(SIZES, batch_size=32, validation_iters=1, eval_micro_batch_size=8, num_layers=4, sequence_length=64)
+    """With larger micro-batches an evaluation sets the peak: a rank has the hidden states of all of
+    them at once."""
+    sizes = dict(
+        SIZES,
+        batch_size=32,
+        validation_iters=1,
+        eval_micro_batch_size=8,
+        num_layers=4,
+        sequence_length=64,
+    )
     config = configured("one_f_one_b", "loop", **sizes)
     model, tokens = simulated_rank(config, 2, rank), torch.zeros(8, 64, dtype=torch.int64)
     planned = one_plan(config, 2, "cpu", rank).activations["none"]
@@ -68,7 +98,9 @@ def test_peaks_of_an_evaluation(rank: int) -> None:
     assert planned.peak == pytest.approx(meter.peak, rel=0.01), planned.peak_at
 
 
-def run_steps(distributed: Distributed, cases: list[Options]) -> list[dict[str, tuple[int, int, int, int]]]:
+def run_steps(
+    distributed: Distributed, cases: list[Options]
+) -> list[dict[str, tuple[int, int, int, int]]]:
     """Run two real steps; return the traffic of the second and the stages' memory."""
     from megatron_lite.train import train_step
 
@@ -89,9 +121,11 @@ def counts(total: Any) -> tuple[int, int, int, int]:
 
 
 def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
-    """Of each micro-batch a message of b s h numbers passes each border between ranks twice, as planned and sent.
+    """Of each micro-batch a message of b s h numbers passes each border between ranks twice, as
+    planned and sent.
 
-    With a tied head on another rank, a step also moves the padded embedding once there and its words' gradients back.
+    With a tied head on another rank, a step also moves the padded embedding once there and its
+    words' gradients back.
     """
     borders = {("breadth_first", "loop", 3, False): 3, ("zero_bubble_v", "v", 1, True): 2}
     borders |= {("one_f_one_b", "loop", 1, False): 1, ("one_f_one_b", "loop", 3, True): 1}
@@ -102,24 +136,39 @@ def test_messages_are_those_of_real_runs_and_of_the_formula() -> None:
         config, sent = configured(ranks=4, **options), 0
         for rank in range(4):
             planned = one_plan(config, 4, "cpu", rank).traffic
-            assert {kind: counts(total) for kind, total in planned.items()} == real[rank][place], (options, rank)
+            assert {kind: counts(total) for kind, total in planned.items()} == real[rank][place], (
+                options,
+                rank,
+            )
             sent += planned["send"].wire_bytes
         model = one_plan(config, 4, "cpu", 0).model
         lent = 0
         if options["tie_word_embeddings"] and options["placement"] == "loop":
             words = config.model.vocab_size * config.model.hidden_size
             lent = model.stages[0].numel + 2 * words  # from 2 data-parallel ranks
-        assert sent == 4 * (crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size + lent)
+        assert sent == 4 * (
+            crossed * 8 * 2 * config.batch.sequence_length * config.model.hidden_size + lent
+        )
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "first"), [*itertools.product((1, 2), (1, 2, 4), (False, True))])
-def test_simulated_ranks_have_the_places_of_the_grid(tensor: int, pipeline: int, first: bool) -> None:
-    options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, pipeline_first=first)
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "first"), [*itertools.product((1, 2), (1, 2, 4), (False, True))]
+)
+def test_simulated_ranks_have_the_places_of_the_grid(
+    tensor: int, pipeline: int, first: bool
+) -> None:
+    options = DistributedConfig(
+        tensor_parallel=tensor, pipeline_parallel=pipeline, pipeline_first=first
+    )
     grid = rank_grid(16, options)
     for place in itertools.product(*map(range, grid.shape)):
         group = SimulatedGroup(int(grid[place]), 16, "cpu", options=options)
         assert (group.pipeline.rank, group.data.rank, group.tensor.rank) == place
-        assert (group.pipeline.world_size, group.data.world_size, group.tensor.world_size) == grid.shape
+        assert (
+            group.pipeline.world_size,
+            group.data.world_size,
+            group.tensor.world_size,
+        ) == grid.shape
 
 
 def test_the_plan_is_that_of_the_rank_that_needs_most() -> None:
@@ -133,19 +182,30 @@ def test_the_plan_is_that_of_the_rank_that_needs_most() -> None:
 
 
 def test_many_micro_batches_repeat_the_first() -> None:
-    """Extrapolating gives the traffic of the whole schedule, whose peak the first micro-batches reach."""
+    """Extrapolating gives the traffic of the whole schedule, whose peak the first micro-batches
+    reach."""
     for schedule in ("one_f_one_b", "interleaved"):
-        few, many = (configured(schedule, "loop", zero_stage=3, batch_size=size) for size in (13, 41))
+        few, many = (
+            configured(schedule, "loop", zero_stage=3, batch_size=size) for size in (13, 41)
+        )
         plan = one_plan(many, 2, "cpu", 1)
         assert plan.activations["none"].peak == one_plan(few, 2, "cpu", 1).activations["none"].peak
         steps = plan.partition.steps(many, "none", (1, 41))
         assert plan.traffic["send"].collectives == sum(step.send is not None for step in steps)
 
 
-@pytest.mark.parametrize(("schedule", "placement"), [("one_f_one_b", "loop"), ("zero_bubble_v", "v")])
-def test_a_tied_embedding_keeps_something_of_every_micro_batch(schedule: str, placement: str) -> None:
-    """Extrapolating adds what its late backward passes need: an output and its gradient of each micro-batch."""
-    few, many = (configured(schedule, placement, batch_size=size, tie_word_embeddings=True) for size in (13, 29))
+@pytest.mark.parametrize(
+    ("schedule", "placement"), [("one_f_one_b", "loop"), ("zero_bubble_v", "v")]
+)
+def test_a_tied_embedding_keeps_something_of_every_micro_batch(
+    schedule: str, placement: str
+) -> None:
+    """Extrapolating adds what its late backward passes need: an output and its gradient of each
+    micro-batch."""
+    few, many = (
+        configured(schedule, placement, batch_size=size, tie_word_embeddings=True)
+        for size in (13, 29)
+    )
     plan = one_plan(many, 2, "cpu", 0)
     model = simulated_rank(many, 2)
     batches = micro_batches(many)
@@ -160,9 +220,14 @@ def test_a_tied_embedding_keeps_something_of_every_micro_batch(schedule: str, pl
 
 
 def test_the_predicted_bubble_is_that_of_the_formula() -> None:
-    """1F1B waits (P - 1) / m of its work, of m micro-batches; only embedding and head make ranks unequal."""
-    sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
-    config = configured("one_f_one_b", "loop", **sizes, training_dtype="bf16", tie_word_embeddings=False)
+    """1F1B waits (P - 1) / m of its work, of m micro-batches; only embedding and head make ranks
+    unequal."""
+    sizes = dict(
+        hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048
+    )
+    config = configured(
+        "one_f_one_b", "loop", **sizes, training_dtype="bf16", tie_word_embeddings=False
+    )
     time = predict_step(one_plan(config, 2, "cuda", 0), data_sheet(config.distributed, "cuda", 2))
     work = sum(time.parts.values()) - time.parts["bubble"]
     assert time.parts["bubble"] / work == pytest.approx(1 / 8, rel=0.2)
@@ -171,8 +236,11 @@ def test_the_predicted_bubble_is_that_of_the_formula() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_automatic_schedule_is_as_fast_as_any_that_needs_no_more_memory(ranks: int) -> None:
-    """By their plans, with ZeRO-1: within 3 percent in time of all that need at most 5 percent more memory."""
-    sizes = dict(hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048)
+    """By their plans, with ZeRO-1: within 3 percent in time of all that need at most 5 percent more
+    memory."""
+    sizes = dict(
+        hidden_size=4096, num_attention_heads=32, sequence_length=2048, max_position_embeddings=2048
+    )
     sizes |= dict(num_layers=8, batch_size=16, pipeline_parallel=ranks, vocab_size=32000)
     planner = Planner(ranks, "cuda")
     options = {**sizes, "training_dtype": "bf16", "tie_word_embeddings": False}
@@ -204,9 +272,18 @@ def test_a_dry_run_says_what_the_pipeline_does(capsys: pytest.CaptureFixture[str
 
 
 def test_pipelines_are_tried_after_tensor_parallelism() -> None:
-    """A search on the same ranks, or for the fewest, tries groups of 8 in pipelines last; a pipeline as asked stays."""
+    """A search on the same ranks, or for the fewest, tries groups of 8 in pipelines last; a
+    pipeline as asked stays."""
     asked = configured("one_f_one_b", "loop")
-    for pipeline, expected in ((1, [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]), (2, [(1, 2), (2, 2)])):
-        run = dataclasses.replace(asked, distributed=dataclasses.replace(asked.distributed, pipeline_parallel=pipeline))
-        tried = [(it.tensor_parallel, it.pipeline_parallel) for it in Search(run, 8, 64, "cuda", 1)._wider_groups()]
+    for pipeline, expected in (
+        (1, [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]),
+        (2, [(1, 2), (2, 2)]),
+    ):
+        run = dataclasses.replace(
+            asked, distributed=dataclasses.replace(asked.distributed, pipeline_parallel=pipeline)
+        )
+        tried = [
+            (it.tensor_parallel, it.pipeline_parallel)
+            for it in Search(run, 8, 64, "cuda", 1)._wider_groups()
+        ]
         assert tried[: len(expected)] == expected

@@ -1,4 +1,5 @@
-"""The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half a percent."""
+"""The plan against real runs: state, traffic and what autograd keeps to the byte, peaks within half
+a percent."""
 
 import contextlib
 import sys
@@ -38,10 +39,16 @@ from tests.support.memory_meters import (
 
 Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
 
-FROZEN = dict(freeze=("embedding", "blocks.1", "*.norm.*", "blocks.0.mlp"), tie_word_embeddings=False)
+FROZEN = dict(
+    freeze=("embedding", "blocks.1", "*.norm.*", "blocks.0.mlp"), tie_word_embeddings=False
+)
 EVERY_NORM = dict(qk_layernorm=True, hybrid_norm=True, input_embedding_norm=True)
 STATE_CASES: list[dict[str, Any]] = [
-    *(dict(zero_stage=stage, training_dtype=dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")),
+    *(
+        dict(zero_stage=stage, training_dtype=dtype)
+        for stage in (1, 2, 3)
+        for dtype in ("fp32", "bf16")
+    ),
     *(dict(zero_stage=stage, depth_first_micro_batches=2) for stage in (1, 2, 3)),
     *(dict(zero_stage=stage, breadth_first_micro_batches=2) for stage in (2, 3)),
     dict(zero_stage=3, depth_first_micro_batches=2, breadth_first_micro_batches=2),
@@ -49,27 +56,63 @@ STATE_CASES: list[dict[str, Any]] = [
     dict(zero_stage=2, batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True),
     dict(zero_stage=3, num_weight_buffers=1, num_grad_buffers=3, depth_first_micro_batches=4),
     dict(zero_stage=3, layers_per_stage=1.5, training_dtype="bf16", depth_first_micro_batches=2),
-    dict(zero_stage=2, tie_word_embeddings=False, full_precision_gradients=False, training_dtype="bf16"),
+    dict(
+        zero_stage=2,
+        tie_word_embeddings=False,
+        full_precision_gradients=False,
+        training_dtype="bf16",
+    ),
     dict(zero_stage=3, tie_word_embeddings=False, depth_first_micro_batches=2, num_layers=5),
     *(dict(zero_stage=stage, split_master_weights=True, training_dtype="bf16") for stage in (1, 2)),
     *(dict(zero_stage=stage, depth_first_micro_batches=2, **FROZEN) for stage in (1, 2, 3)),
-    dict(store_frozen_weights_in_optimization_precision=False, training_dtype="bf16", zero_stage=3, **FROZEN),
+    dict(
+        store_frozen_weights_in_optimization_precision=False,
+        training_dtype="bf16",
+        zero_stage=3,
+        **FROZEN,
+    ),
     dict(freeze=("embedding",), zero_stage=3),
     *(dict(zero_stage=stage, use_layer_norm_weight=False, hybrid_norm=True) for stage in (1, 3)),
-    dict(zero_stage=2, use_layer_norm_weight=False, ema_type="ema", validation_iters=1, freeze=("embedding",)),
+    dict(
+        zero_stage=2,
+        use_layer_norm_weight=False,
+        ema_type="ema",
+        validation_iters=1,
+        freeze=("embedding",),
+    ),
     dict(zero_stage=3, training_dtype="bf16", full_precision_residual=True, **EVERY_NORM),
     dict(ema_type="ema", zero_stage=1, validation_iters=1),
     dict(ema_type="ema_decay_sqrt", zero_stage=3, training_dtype="bf16", **FROZEN),
-    dict(freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"), tie_word_embeddings=False, zero_stage=2),
+    dict(
+        freeze=("blocks.0", "blocks.1", "blocks.2", "embedding"),
+        tie_word_embeddings=False,
+        zero_stage=2,
+    ),
     *(dict(optimizer="muon", training_dtype="bf16", zero_stage=stage) for stage in (1, 3)),
     dict(optimizer="muon", layers_per_stage=3.0, depth_first_micro_batches=2, zero_stage=2),
     dict(optimizer="muon", full_precision_gradients=False, training_dtype="bf16", **FROZEN),
     dict(optimizer="muon", freeze=("blocks.*.weight",)),
     *(dict(optimizer=name, zero_stage=3) for name in ("lion", "sgd")),
-    dict(weight_decay_modules=("blocks.1.mlp", "*norm.weight"), add_linear_biases=True, hidden_size=24, zero_stage=3),
+    dict(
+        weight_decay_modules=("blocks.1.mlp", "*norm.weight"),
+        add_linear_biases=True,
+        hidden_size=24,
+        zero_stage=3,
+    ),
     dict(weight_decay_default_mask="levanter", optimizer="muon", zero_stage=1),
-    dict(make_vocab_size_divisible_by=100, tie_word_embeddings=False, add_linear_biases=False, add_qkv_biases=True),
-    dict(make_vocab_size_divisible_by=48, ema_type="ema", training_dtype="bf16", add_mlp_biases=False, zero_stage=3),
+    dict(
+        make_vocab_size_divisible_by=100,
+        tie_word_embeddings=False,
+        add_linear_biases=False,
+        add_qkv_biases=True,
+    ),
+    dict(
+        make_vocab_size_divisible_by=48,
+        ema_type="ema",
+        training_dtype="bf16",
+        add_mlp_biases=False,
+        zero_stage=3,
+    ),
 ]
 
 
@@ -79,8 +122,8 @@ def configured(ranks: int, options: dict[str, Any]) -> Config:
 
 
 def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Books]:
-    """Run two real training steps, or three where the batch grows with the third; return memory, and the last one's
-    traffic."""
+    """Run two real training steps, or three where the batch grows with the third; return memory,
+    and the last one's traffic."""
     from megatron_lite.train import train_step
 
     books = []
@@ -104,7 +147,8 @@ def run_steps(distributed: Distributed, cases: list[dict[str, Any]]) -> list[Boo
 def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
     plan = one_plan(configured(ranks, options), ranks, "cpu", rank)
     traffic = {
-        kind: (total.collectives, total.elements, total.bytes, total.wire_bytes) for kind, total in plan.traffic.items()
+        kind: (total.collectives, total.elements, total.bytes, total.wire_bytes)
+        for kind, total in plan.traffic.items()
     }
     return bytes_by_kind(plan.model), traffic
 
@@ -120,7 +164,8 @@ def planned(ranks: int, options: dict[str, Any], rank: int = 0) -> Books:
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} cases",
 )
 def test_state_and_traffic_are_those_of_real_runs(ranks: int, cases: list[dict[str, Any]]) -> None:
-    """The plan equals every kind of memory to the byte, and collectives, elements and bytes of a step."""
+    """The plan equals every kind of memory to the byte, and collectives, elements and bytes of a
+    step."""
     real = run_distributed(ranks, run_steps, cases)
     for options, *books_of_ranks in zip(cases, *real, strict=True):
         plan = planned(ranks, options)
@@ -136,9 +181,15 @@ def allocated_bytes(model: MultiStage) -> int:
     with model.averaged() if averaged else contextlib.nullcontext():
         beside = [stage.weights.data for stage in model.stages]
     for stage, average_buffer in zip(model.stages, beside, strict=True):
-        tensors = [stage.weights.data, *([stage.gradients.data] if stage.gradients is not None else []), average_buffer]
+        tensors = [
+            stage.weights.data,
+            *([stage.gradients.data] if stage.gradients is not None else []),
+            average_buffer,
+        ]
         for part in stage.parts:
-            tensors += [part.read("weights")] if not model.precision.split_master or part.frozen else []
+            tensors += (
+                [part.read("weights")] if not model.precision.split_master or part.frozen else []
+            )
             tensors += [part.grad_shard, *part.moments.values()] if part.has_state else []
             tensors += [part.average] if part.average is not None else []
         tensors += [] if stage.update_buffer is None else [stage.update_buffer.data]
@@ -148,10 +199,18 @@ def allocated_bytes(model: MultiStage) -> int:
 
 
 @pytest.mark.parametrize("world_size", [4, 7, 64, 1000, 1024])
-@pytest.mark.parametrize(("zero_stage", "optimizer"), [(1, "adamw"), (2, "muon"), (3, "adamw"), (3, "lion")])
+@pytest.mark.parametrize(
+    ("zero_stage", "optimizer"), [(1, "adamw"), (2, "muon"), (3, "adamw"), (3, "lion")]
+)
 def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -> None:
-    """The plan of a rank in a large group equals what that rank allocates, here without the other ranks."""
-    options = dict(zero_stage=zero_stage, training_dtype="bf16", batch_size=world_size, tie_word_embeddings=False)
+    """The plan of a rank in a large group equals what that rank allocates, here without the other
+    ranks."""
+    options = dict(
+        zero_stage=zero_stage,
+        training_dtype="bf16",
+        batch_size=world_size,
+        tie_word_embeddings=False,
+    )
     options |= dict(optimizer=optimizer, ema_type="ema" if zero_stage > 1 else "none")
     config = tiny_config(world_size, **options)
     plan = one_plan(config, world_size, "cuda")
@@ -165,16 +224,39 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
 ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
 RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
 KEPT_NORMS: list[dict[str, Any]] = [
-    *(dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM) for dtype in ("fp32", "bf16")),
+    *(
+        dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM)
+        for dtype in ("fp32", "bf16")
+    ),
     dict(qk_layernorm=True, **RMS),
-    dict(hybrid_norm=True, hidden_dropout=0.1, training_dtype="fp16", use_layer_norm_weight=False, **RMS),
-    dict(full_precision_residual=True, hidden_dropout=0.1, training_dtype="bf16", zero_centered_normalization=True),
-    dict(freeze=("embedding.word", "blocks.0", "*.query_norm.*"), tie_word_embeddings=False, **EVERY_NORM),
+    dict(
+        hybrid_norm=True,
+        hidden_dropout=0.1,
+        training_dtype="fp16",
+        use_layer_norm_weight=False,
+        **RMS,
+    ),
+    dict(
+        full_precision_residual=True,
+        hidden_dropout=0.1,
+        training_dtype="bf16",
+        zero_centered_normalization=True,
+    ),
+    dict(
+        freeze=("embedding.word", "blocks.0", "*.query_norm.*"),
+        tie_word_embeddings=False,
+        **EVERY_NORM,
+    ),
     dict(freeze=("embedding.word", "blocks.0"), tie_word_embeddings=False, **EVERY_NORM, **RMS),
     dict(lr_scales=("*:0", "blocks.1.attention.key_norm:1"), **EVERY_NORM),
     dict(lr_scales=("*:0", "blocks.0.mlp_output_norm:1"), **EVERY_NORM),
     dict(
-        freeze=("embedding", "blocks.0.attention_norm", "blocks.0.attention.*_norm.*", "*.query_key_value.*"),
+        freeze=(
+            "embedding",
+            "blocks.0.attention_norm",
+            "blocks.0.attention.*_norm.*",
+            "*.query_key_value.*",
+        ),
         tie_word_embeddings=False,
         qk_layernorm=True,
     ),
@@ -189,38 +271,97 @@ KEPT_CASES: list[dict[str, Any]] = [
         for level in ("none", "activation", "full")
     ),
     dict(training_dtype="fp16", use_rotary_embeddings=True, add_linear_biases=False),
-    dict(use_rotary_embeddings=True, head_groups=2, kv_channels=12, ffn_hidden_size=40, tie_word_embeddings=False),
+    dict(
+        use_rotary_embeddings=True,
+        head_groups=2,
+        kv_channels=12,
+        ffn_hidden_size=40,
+        tie_word_embeddings=False,
+    ),
     dict(window_size=5, sequence_length=300),
-    dict(window_size=140, sequence_length=450, head_groups=1, training_dtype="bf16", use_rotary_embeddings=True),
+    dict(
+        window_size=140,
+        sequence_length=450,
+        head_groups=1,
+        training_dtype="bf16",
+        use_rotary_embeddings=True,
+    ),
     dict(window_size=16),
     dict(hidden_dropout=0.1),
     dict(attention_dropout=0.1, head_groups=2),
     dict(attention_dropout=0.1, num_attention_heads=1),
-    dict(attention_dropout=0.1, hidden_dropout=0.2, training_dtype="bf16", use_rotary_embeddings=True, window_size=4),
+    dict(
+        attention_dropout=0.1,
+        hidden_dropout=0.2,
+        training_dtype="bf16",
+        use_rotary_embeddings=True,
+        window_size=4,
+    ),
     dict(activation_type="squared_relu", num_layers=3, layers_per_stage=2.0),
     dict(freeze=("embedding",), tie_word_embeddings=False),
     dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=3),
-    dict(freeze=("embedding", "blocks.0"), tie_word_embeddings=False, num_layers=4, layers_per_stage=2.0),
+    dict(
+        freeze=("embedding", "blocks.0"),
+        tie_word_embeddings=False,
+        num_layers=4,
+        layers_per_stage=2.0,
+    ),
     dict(freeze=("*.mlp.*", "*.query_key_value.*")),
-    dict(freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"), mlp_recompute_level="full", gated=True),
+    dict(
+        freeze=("*.mlp.up.*", "*.mlp_norm.*", "*.output.weight"),
+        mlp_recompute_level="full",
+        gated=True,
+    ),
     dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False),
-    dict(freeze=ALL_BUT_DOWN, tie_word_embeddings=False, mlp_recompute_level="activation", hidden_dropout=0.1),
+    dict(
+        freeze=ALL_BUT_DOWN,
+        tie_word_embeddings=False,
+        mlp_recompute_level="activation",
+        hidden_dropout=0.1,
+    ),
     dict(recompute_layers=1, mlp_recompute_level="full"),
     dict(num_layers=3, mlp_recompute_level="activation,full:1", gated=True, training_dtype="bf16"),
-    dict(num_layers=4, mlp_recompute_level="none,full:1,activation:2", recompute_layers=2, layers_per_stage=2.0),
-    dict(num_layers=3, mlp_recompute_level="full,none:2", freeze=ALL_BUT_DOWN, tie_word_embeddings=False),
+    dict(
+        num_layers=4,
+        mlp_recompute_level="none,full:1,activation:2",
+        recompute_layers=2,
+        layers_per_stage=2.0,
+    ),
+    dict(
+        num_layers=3,
+        mlp_recompute_level="full,none:2",
+        freeze=ALL_BUT_DOWN,
+        tie_word_embeddings=False,
+    ),
     dict(recompute_layers=2, hidden_dropout=0.1, attention_dropout=0.1, training_dtype="bf16"),
     dict(embedding_dropout=0.1),
     dict(embedding_dropout=0.0, hidden_dropout=0.1, use_rotary_embeddings=True, rotary_percent=0.5),
-    dict(recompute_layers=3, num_layers=4, freeze=("embedding", "blocks.0"), tie_word_embeddings=False),
+    dict(
+        recompute_layers=3,
+        num_layers=4,
+        freeze=("embedding", "blocks.0"),
+        tie_word_embeddings=False,
+    ),
     dict(recompute_layers=2, freeze=("embedding", "*.weight", "head"), tie_word_embeddings=False),
-    dict(add_linear_biases=False, add_qkv_biases=True, freeze=("*.weight",), tie_word_embeddings=False),
-    dict(add_mlp_biases=False, freeze=("*.weight",), logit_soft_cap=5.0, make_vocab_size_divisible_by=100),
+    dict(
+        add_linear_biases=False,
+        add_qkv_biases=True,
+        freeze=("*.weight",),
+        tie_word_embeddings=False,
+    ),
+    dict(
+        add_mlp_biases=False,
+        freeze=("*.weight",),
+        logit_soft_cap=5.0,
+        make_vocab_size_divisible_by=100,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("micro_batch_size", "options"), some(KEPT_CASES, (1, 2), each=4), ids=str)
-def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batch_size: int) -> None:
+def test_activations_are_what_autograd_keeps(
+    options: dict[str, Any], micro_batch_size: int
+) -> None:
     """The planned activations of each layer equal to the byte what autograd saves."""
     config = tiny_config(1, **{"batch_size": micro_batch_size, **options})
     saved = planned_memory(config).saved
@@ -231,11 +372,14 @@ def test_activations_are_what_autograd_keeps(options: dict[str, Any], micro_batc
 def mistral(ranks: int = 1, **options: Any) -> Config:
     """The README's model and batch, on GPUs."""
     typed = parse(["@scripts/examples/mistral_7b.flags", "--dataset_source=random"]).config
-    return resolve(unflatten({**flatten(typed), "micro_batch_size": 1, "device": "cuda", **options}), ranks)
+    return resolve(
+        unflatten({**flatten(typed), "micro_batch_size": 1, "device": "cuda", **options}), ranks
+    )
 
 
 def test_recomputation_saves_what_theory_says() -> None:
-    """Mistral-7B saves tokens x layers x width x 2 bytes at level activation, and three times that at level full."""
+    """Mistral-7B saves tokens x layers x width x 2 bytes at level activation, and three times that
+    at level full."""
     plan = make_plan(mistral(), 1, "cuda")
     held = {level: memory.held for level, memory in plan.activations.items()}
     assert held["none"] - held["activation"] == 7168 * 2**20
@@ -243,7 +387,8 @@ def test_recomputation_saves_what_theory_says() -> None:
 
 
 def test_norms_keep_what_the_guide_says() -> None:
-    """Bytes per token in all 32 blocks, and in embedding and head, of a Mistral-7B are those in docs/models.md."""
+    """Bytes per token in all 32 blocks, and in embedding and head, of a Mistral-7B are those in
+    docs/models.md."""
     h = 4096
     n = 32
     g = 8
@@ -263,9 +408,27 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
     dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),
     dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),
-    dict(full_precision_residual=True, training_dtype="bf16", gated=True, hidden_dropout=0.1, vocab_size=100, **RMS),
-    dict(full_precision_residual=True, training_dtype="bf16", layers_per_stage=2.0, **EVERY_NORM, **RMS),
-    dict(full_precision_residual=True, training_dtype="bf16", recompute_layers=2, breadth_first_micro_batches=3)
+    dict(
+        full_precision_residual=True,
+        training_dtype="bf16",
+        gated=True,
+        hidden_dropout=0.1,
+        vocab_size=100,
+        **RMS,
+    ),
+    dict(
+        full_precision_residual=True,
+        training_dtype="bf16",
+        layers_per_stage=2.0,
+        **EVERY_NORM,
+        **RMS,
+    ),
+    dict(
+        full_precision_residual=True,
+        training_dtype="bf16",
+        recompute_layers=2,
+        breadth_first_micro_batches=3,
+    )
     | dict(batch_size=6, vocab_size=100),
     dict(qk_layernorm=True, vocab_size=100, **RMS),
     dict(qk_layernorm=True, vocab_size=100, training_dtype="bf16"),
@@ -274,7 +437,13 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(training_dtype="bf16", full_precision_gradients=False, vocab_size=100),
     dict(gated=True, normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True),
     dict(gated=True, normalization_type="rms_norm", training_dtype="bf16", vocab_size=100),
-    dict(training_dtype="bf16", normalization_type="rms_norm", ffn_hidden_size=64, vocab_size=100, num_layers=1),
+    dict(
+        training_dtype="bf16",
+        normalization_type="rms_norm",
+        ffn_hidden_size=64,
+        vocab_size=100,
+        num_layers=1,
+    ),
     dict(hidden_dropout=0.1),
     dict(embedding_dropout=0.1, training_dtype="bf16"),
     dict(attention_dropout=0.1),
@@ -282,40 +451,88 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(window_size=100),
     dict(num_attention_heads=32, head_groups=1, kv_channels=32, vocab_size=100),
     dict(breadth_first_micro_batches=3, batch_size=6),
-    dict(breadth_first_micro_batches=5, depth_first_micro_batches=2, batch_size=20, training_dtype="bf16"),
-    dict(breadth_first_micro_batches=2, depth_first_micro_batches=2, batch_size=8, layers_per_stage=2.0),
+    dict(
+        breadth_first_micro_batches=5,
+        depth_first_micro_batches=2,
+        batch_size=20,
+        training_dtype="bf16",
+    ),
+    dict(
+        breadth_first_micro_batches=2,
+        depth_first_micro_batches=2,
+        batch_size=8,
+        layers_per_stage=2.0,
+    ),
     dict(vocab_size=8192),
     dict(cross_entropy_splits=1, training_dtype="bf16"),
     dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=8),
-    dict(cross_entropy_splits=2, cross_entropy_block_size=3000, vocab_size=8192, training_dtype="bf16"),
+    dict(
+        cross_entropy_splits=2,
+        cross_entropy_block_size=3000,
+        vocab_size=8192,
+        training_dtype="bf16",
+    ),
     dict(recompute_layers=2),
     dict(logit_z_loss=1e-3, vocab_size=8192, training_dtype="bf16"),
-    dict(logit_soft_cap=30.0, vocab_size=8192, training_dtype="bf16", make_vocab_size_divisible_by=5000),
-    dict(vocab_size=8100, make_vocab_size_divisible_by=1000, cross_entropy_block_size=3000, training_dtype="bf16"),
+    dict(
+        logit_soft_cap=30.0,
+        vocab_size=8192,
+        training_dtype="bf16",
+        make_vocab_size_divisible_by=5000,
+    ),
+    dict(
+        vocab_size=8100,
+        make_vocab_size_divisible_by=1000,
+        cross_entropy_block_size=3000,
+        training_dtype="bf16",
+    ),
     dict(activation_type="quick_gelu", training_dtype="bf16", ffn_hidden_size=1024),
     dict(activation_type="tanh", training_dtype="bf16", ffn_hidden_size=1024, gated=True),
-    dict(recompute_layers=4, gated=True, normalization_type="rms_norm", use_rotary_embeddings=True, hidden_dropout=0.1),
-    dict(recompute_layers=3, breadth_first_micro_batches=3, batch_size=6, layers_per_stage=2.0, vocab_size=100),
-    dict(reset_position_ids=True, breadth_first_micro_batches=2, batch_size=4, vocab_size=100, **RMS),
+    dict(
+        recompute_layers=4,
+        gated=True,
+        normalization_type="rms_norm",
+        use_rotary_embeddings=True,
+        hidden_dropout=0.1,
+    ),
+    dict(
+        recompute_layers=3,
+        breadth_first_micro_batches=3,
+        batch_size=6,
+        layers_per_stage=2.0,
+        vocab_size=100,
+    ),
+    dict(
+        reset_position_ids=True, breadth_first_micro_batches=2, batch_size=4, vocab_size=100, **RMS
+    ),
     dict(reset_position_ids=True, training_dtype="bf16", vocab_size=100),
 ]
 
 
 LEVELS = ("none", "activation", "full")
-SIZES: dict[str, Any] = dict(num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512)
+SIZES: dict[str, Any] = dict(
+    num_layers=4, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=512
+)
 SIZES |= dict(max_position_embeddings=256)
 
 
 @pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=13), ids=str)
 def test_peaks_are_those_of_a_step(options: dict[str, Any], level: str) -> None:
-    """The planned peak of forward and backward passes, beyond the state, is within half a percent of a real step."""
+    """The planned peak of forward and backward passes, beyond the state, is within half a percent
+    of a real step."""
     planned, measured = peaks(tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options}))
     assert planned == pytest.approx(measured, rel=0.005)
 
 
 def test_each_micro_batch_has_angles_of_its_own() -> None:
-    """With positions that restart, the angle tables of all micro-batches of a step, 64 KiB each, are in its peak."""
-    several = dict(batch_size=4, breadth_first_micro_batches=2, use_rotary_embeddings=True, reset_position_ids=True)
+    """With positions that restart, the angle tables of all micro-batches of a step, 64 KiB each,
+    are in its peak."""
+    several = dict(
+        batch_size=4,
+        breadth_first_micro_batches=2,
+        use_rotary_embeddings=True,
+        reset_position_ids=True,
+    )
     planned, measured = peaks(tiny_config(1, **{**SIZES, **several}))
     assert planned == pytest.approx(measured, abs=1024)
 
@@ -330,7 +547,8 @@ def test_each_micro_batch_has_angles_of_its_own() -> None:
     ids=str,
 )
 def test_peaks_with_a_level_for_each_block(options: dict[str, Any], level: str) -> None:
-    """A step's peak is the plan's within half a percent, below that of a level that saves less in any block."""
+    """A step's peak is the plan's within half a percent, below that of a level that saves less in
+    any block."""
     config = tiny_config(1, **{**SIZES, "num_layers": 6, "mlp_recompute_level": level, **options})
     planned, measured = peaks(config)
     assert planned == pytest.approx(measured, rel=0.005)
@@ -342,22 +560,49 @@ EVALUATION_CASES: list[dict[str, Any]] = [
     dict(**EVERY_NORM),
     dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, **EVERY_NORM, **RMS),
     dict(training_dtype="bf16", full_precision_residual=True, vocab_size=100, ffn_hidden_size=64),
-    dict(qk_layernorm=True, ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, vocab_size=100),
+    dict(
+        qk_layernorm=True,
+        ffn_hidden_size=64,
+        num_attention_heads=16,
+        kv_channels=32,
+        vocab_size=100,
+    ),
     dict(),
     dict(training_dtype="bf16", normalization_type="rms_norm", gated=True),
     dict(use_rotary_embeddings=True, head_groups=2, layers_per_stage=2.0),
     dict(vocab_size=8192),
-    dict(vocab_size=20_000, training_dtype="bf16", cross_entropy_splits=2, cross_entropy_block_size=3000),
+    dict(
+        vocab_size=20_000,
+        training_dtype="bf16",
+        cross_entropy_splits=2,
+        cross_entropy_block_size=3000,
+    ),
     dict(vocab_size=8192, make_vocab_size_divisible_by=3000, logit_soft_cap=30.0),
-    dict(ffn_hidden_size=64, num_attention_heads=16, kv_channels=32, training_dtype="bf16", window_size=100),
+    dict(
+        ffn_hidden_size=64,
+        num_attention_heads=16,
+        kv_channels=32,
+        training_dtype="bf16",
+        window_size=100,
+    ),
 ]
 
 
 @pytest.mark.parametrize("options", some(EVALUATION_CASES, each=3), ids=str)
 def test_peaks_of_an_evaluation(options: dict[str, Any]) -> None:
-    """With much larger micro-batches an evaluation sets the peak; the plan is within half a percent."""
-    sizes = dict(num_layers=4, batch_size=16, hidden_size=128, sequence_length=128, vocab_size=512, micro_batch_size=1)
-    config = tiny_config(1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options})
+    """With much larger micro-batches an evaluation sets the peak; the plan is within half a
+    percent."""
+    sizes = dict(
+        num_layers=4,
+        batch_size=16,
+        hidden_size=128,
+        sequence_length=128,
+        vocab_size=512,
+        micro_batch_size=1,
+    )
+    config = tiny_config(
+        1, **{**sizes, "validation_iters": 1, "eval_micro_batch_size": 16, **options}
+    )
     model, tokens = a_model(config), torch.zeros(16, 128, dtype=torch.int64)
     with products_in_fp32(False):
         planned = planned_memory(config)
@@ -379,11 +624,26 @@ ATTENTION_CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("training_dtype", "options"), some(ATTENTION_CASES, ("fp32", "bf16"), each=3), ids=str)
+@pytest.mark.parametrize(
+    ("training_dtype", "options"), some(ATTENTION_CASES, ("fp32", "bf16"), each=3), ids=str
+)
 def test_peaks_of_attention(options: dict[str, Any], training_dtype: str) -> None:
-    """Where attention dominates, the plan is within 3 percent: windows and probabilities are freed bit by bit."""
-    sizes = dict(num_layers=2, batch_size=2, hidden_size=128, sequence_length=256, vocab_size=100, ffn_hidden_size=64)
-    heads = dict(num_attention_heads=16, kv_channels=32, training_dtype=training_dtype, mlp_recompute_level="full")
+    """Where attention dominates, the plan is within 3 percent: windows and probabilities are freed
+    bit by bit."""
+    sizes = dict(
+        num_layers=2,
+        batch_size=2,
+        hidden_size=128,
+        sequence_length=256,
+        vocab_size=100,
+        ffn_hidden_size=64,
+    )
+    heads = dict(
+        num_attention_heads=16,
+        kv_channels=32,
+        training_dtype=training_dtype,
+        mlp_recompute_level="full",
+    )
     config = tiny_config(1, **{**sizes, **heads, **options})
     planned, measured = peaks(config)
     assert planned == pytest.approx(measured, rel=0.03)
@@ -400,11 +660,28 @@ def peaks(config: Config) -> tuple[int, int]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": 512}, {"mlp_recompute_level": "full"}], ids=str
+)
 def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
     """Planned state and activations are within 3 percent of what the allocator reports."""
-    sizes = dict(num_layers=12, hidden_size=1024, kv_channels=64, num_attention_heads=16, head_groups=4, batch_size=8)
-    config = mistral(**{**sizes, "ffn_hidden_size": 4096, "sequence_length": 2048, "window_size": None, **options})
+    sizes = dict(
+        num_layers=12,
+        hidden_size=1024,
+        kv_channels=64,
+        num_attention_heads=16,
+        head_groups=4,
+        batch_size=8,
+    )
+    config = mistral(
+        **{
+            **sizes,
+            "ffn_hidden_size": 4096,
+            "sequence_length": 2048,
+            "window_size": None,
+            **options,
+        }
+    )
     group = SimulatedGroup(0, 1, "cuda", device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -422,7 +699,8 @@ def test_peak_on_a_gpu(options: dict[str, Any]) -> None:
 
 
 def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options of a step share the model of their partition, and every answer is that of a whole plan."""
+    """Options of a step share the model of their partition, and every answer is that of a whole
+    plan."""
     built: list[object] = []
     build = plan.planned_model
     monkeypatch.setattr(plan, "planned_model", lambda *args: built.append(args) or build(*args))
@@ -430,7 +708,9 @@ def test_a_planner_builds_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ("micro_batch_size", "mlp_recompute_level", "recompute_layers")
     for zero_stage in (1, 3):
         for values in ((1, "none", 0), (2, "activation,full:3", 0), (4, "full", 2)):
-            options = dict(zip(changes, values, strict=True), zero_stage=zero_stage, validation_iters=1)
+            options = dict(
+                zip(changes, values, strict=True), zero_stage=zero_stage, validation_iters=1
+            )
             config = mistral(ranks=8, num_layers=4, breadth_first_micro_batches=4, **options)
             before = len(built)
             needed = planner.plan(config).needed_bytes()
@@ -449,13 +729,22 @@ def plan_alone(distributed: Distributed, cases: list[dict[str, Any]]) -> list[di
 
 def test_a_plan_imports_no_compiler() -> None:
     """Which takes two seconds, of each dry run and of each rank of a pipeline."""
-    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1, mlp_recompute_level="full", window_size=5)
-    cases = [{}, KEPT_NORMS[1], {**dropout, "recompute_layers": 1}, dict(optimizer="muon", validation_iters=1), RMS]
+    dropout = dict(
+        hidden_dropout=0.1, attention_dropout=0.1, mlp_recompute_level="full", window_size=5
+    )
+    cases = [
+        {},
+        KEPT_NORMS[1],
+        {**dropout, "recompute_layers": 1},
+        dict(optimizer="muon", validation_iters=1),
+        RMS,
+    ]
     assert run_distributed(1, plan_alone, cases) == [[]]
 
 
 class _Doubled(torch.autograd.Function):
-    """An operation that no plan knows: it saves its input in fp32, and needs three tensors for a moment."""
+    """An operation that no plan knows: it saves its input in fp32, and needs three tensors for a
+    moment."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -471,11 +760,16 @@ class _Doubled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
-def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation inside of every block makes the peak, and the plan knows it to the byte of a step's loss."""
+def test_a_new_operation_is_planned_exactly(
+    training_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation inside of every block makes the peak, and the plan knows it to the byte of a
+    step's loss."""
     forward = Block.forward
 
-    def with_operation(block: Block, hidden: torch.Tensor | None, micro_batch: MicroBatch) -> torch.Tensor:
+    def with_operation(
+        block: Block, hidden: torch.Tensor | None, micro_batch: MicroBatch
+    ) -> torch.Tensor:
         output: torch.Tensor = _Doubled.apply(forward(block, hidden, micro_batch))
         return output
 
@@ -488,11 +782,19 @@ def test_a_new_operation_is_planned_exactly(training_dtype: str, monkeypatch: py
 
 
 def test_an_update_can_need_more_than_the_passes() -> None:
-    """Orthogonalizing the largest matrix, when few tokens need little: two of its size and two square ones.
+    """Orthogonalizing the largest matrix, when few tokens need little: two of its size and two
+    square ones.
 
     Processors without instructions for bf16 also take fp32 copies. Both are what torch allocates.
     """
-    options = dict(optimizer="muon", hidden_size=256, sequence_length=8, batch_size=1, vocab_size=64, num_layers=1)
+    options = dict(
+        optimizer="muon",
+        hidden_size=256,
+        sequence_length=8,
+        batch_size=1,
+        vocab_size=64,
+        num_layers=1,
+    )
     matrix, needed = torch.ones(256, 1024, dtype=torch.bfloat16), []
     for in_fp32 in (False, True):
         with products_in_fp32(in_fp32):
@@ -505,17 +807,22 @@ def test_an_update_can_need_more_than_the_passes() -> None:
 
 
 def test_the_plan_counts_what_watching_updates_keeps() -> None:
-    """--watch=updates holds the old weights of the largest shard; other targets hold nothing between steps."""
+    """--watch=updates holds the old weights of the largest shard; other targets hold nothing
+    between steps."""
     for watch, zero_stage in (("updates", 1), ("updates", 3), ("grads", 1)):
         config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
         model = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu")
         scale = torch.ones(())
         watched = Watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
-        assert one_plan(config, 2, "cpu").runtime.get("old weights for watch", 0) == watched._old.nbytes
+        assert (
+            one_plan(config, 2, "cpu").runtime.get("old weights for watch", 0)
+            == watched._old.nbytes
+        )
 
 
 def test_a_plan_of_long_samples_takes_seconds() -> None:
-    """It took minutes, because all blocks of queries were listed for each layer; it takes a hundredth of a second."""
+    """It took minutes, because all blocks of queries were listed for each layer; it takes a
+    hundredth of a second."""
     config = tiny_config(1, sequence_length=10**8)
     start_s = time.process_time()
     make_plan(config, 1, "cuda")

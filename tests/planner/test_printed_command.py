@@ -1,4 +1,5 @@
-"""The command that a dry run prints: its words, and read back, for configurations that a seed draws."""
+"""The command that a dry run prints: its words, and read back, for configurations that a seed
+draws."""
 
 import re
 import shlex
@@ -63,8 +64,9 @@ def too_little(drawn: Drawn) -> int:
 
 @pytest.mark.parametrize("drawn", some([*DRAWN, *SHARED], each=11))
 def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a device with too little memory for the run as drawn, or with just enough, the plan of the printed flags fits,
-    trains the same model on the same batch, and is what a dry run of them says."""
+    """On a device with too little memory for the run as drawn, or with just enough, the plan of the
+    printed flags fits, trains the same model on the same batch, and is what a dry run of them
+    says."""
     needed = Planner(drawn.ranks, "cpu").plan(drawn.config()).needed_bytes()
     for device_bytes in (too_little(drawn), needed + 2**20):
         page = printed(drawn, device_bytes, capsys)
@@ -75,37 +77,68 @@ def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str])
         config = resolved(command, ranks, device_bytes)
         assert Planner(ranks, "cpu").plan(config).needed_bytes() <= device_bytes
         assert ("\nfits: " in page) == (needed <= device_bytes) and ranks == drawn.ranks
-        assert config.model == drawn.config().model and config.batch.batch_size == drawn.options["batch_size"]
+        assert (
+            config.model == drawn.config().model
+            and config.batch.batch_size == drawn.options["batch_size"]
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drawn", [drawn for drawn in [*DRAWN, *SHARED] if drawn.ranks <= MOST_RANKS], ids=str)
+@pytest.mark.parametrize(
+    "drawn", [drawn for drawn in [*DRAWN, *SHARED] if drawn.ranks <= MOST_RANKS], ids=str
+)
 def test_the_printed_command_runs(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run as drawn does not fit; the printed flags train two iterations, as many ranks as the launcher says."""
+    """The run as drawn does not fit; the printed flags train two iterations, as many ranks as the
+    launcher says."""
     page = printed(drawn, too_little(drawn), capsys, "--train_iters=2")
     assert "does not fit" in page and "run this" in page
     ranks, command = command_of(page)
     done = run(command, ranks)
-    assert done.codes == [0] * ranks and "training complete: 2 iterations" in done.output, done.output
+    assert done.codes == [0] * ranks and "training complete: 2 iterations" in done.output, (
+        done.output
+    )
 
 
 def test_command_lines() -> None:
-    """Flags of the plan go, changed ones move to the end, values with spaces are quoted, @files stay."""
-    argv = shlex.split("--lr 0.1 --zero-stage=1 --dry_run=1 --world_size 8 --data_path 'a b' c --gpu=h200")
+    """Flags of the plan go, changed ones move to the end, values with spaces are quoted, @files
+    stay."""
+    argv = shlex.split(
+        "--lr 0.1 --zero-stage=1 --dry_run=1 --world_size 8 --data_path 'a b' c --gpu=h200"
+    )
     words = changed_words(argv, {"zero_stage": 3, "num_grad_buffers": None})
     assert words == ["--lr", "0.1", "--data_path", "a b", "c", "--zero_stage=3"]
-    assert quoted(["python", "x.py", *words]) == "python x.py --lr 0.1 --data_path 'a b' c --zero_stage=3"
-    files = changed_words(["@model.flags", "--dry_run=1"], {"num_grad_buffers": None, "split_master_weights": False})
+    assert (
+        quoted(["python", "x.py", *words])
+        == "python x.py --lr 0.1 --data_path 'a b' c --zero_stage=3"
+    )
+    files = changed_words(
+        ["@model.flags", "--dry_run=1"], {"num_grad_buffers": None, "split_master_weights": False}
+    )
     assert files == ["@model.flags", "--num_grad_buffers=none", "--split_master_weights=0"]
-    assert parse([*files[1:], "--dataset_source=random"]).config.multi_stage.num_grad_buffers is None
+    assert (
+        parse([*files[1:], "--dataset_source=random"]).config.multi_stage.num_grad_buffers is None
+    )
 
 
 def test_nodes() -> None:
-    """As few nodes as hold equal numbers of ranks, and whole tensor-parallel groups, if a node holds one."""
-    for ranks, nodes in ((1, (1, 1)), (8, (1, 8)), (16, (2, 8)), (12, (2, 6)), (7, (1, 7)), (11, (11, 1))):
+    """As few nodes as hold equal numbers of ranks, and whole tensor-parallel groups, if a node
+    holds one."""
+    for ranks, nodes in (
+        (1, (1, 1)),
+        (8, (1, 8)),
+        (16, (2, 8)),
+        (12, (2, 6)),
+        (7, (1, 7)),
+        (11, (11, 1)),
+    ):
         assert layout_of_nodes(ranks, 8) == nodes
         assert (launcher(ranks, 8)[0] == "python") == (ranks == 1)
         assert any(word.startswith("--nnodes") for word in launcher(ranks, 8)) == (nodes[0] > 1)
-    assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [(1, 4), (1, 8), (3, 4), (3, 8)]
+    assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [
+        (1, 4),
+        (1, 8),
+        (3, 4),
+        (3, 8),
+    ]
     assert layout_of_nodes(16, 8, 16) == (2, 8)
     assert launcher(12, 8, 4)[1:3] == ["--nnodes=3", "--nproc-per-node=4"]

@@ -1,4 +1,5 @@
-"""The plan against what torch's allocator hands out, for configurations that a seed draws: state exact, peak close."""
+"""The plan against what torch's allocator hands out, for configurations that a seed draws: state
+exact, peak close."""
 
 import gc
 from typing import Any
@@ -9,14 +10,21 @@ from megatron_lite.config import Config
 from megatron_lite.planner.plan import Planner
 from tests.support.harness import bytes_by_kind, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, measured_peak, micro_batches, simulated_rank, some
+from tests.support.memory_meters import (
+    AllocatorMeter,
+    measured_peak,
+    micro_batches,
+    simulated_rank,
+    some,
+)
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)
 
 
 def allocated(config: Config, ranks: int) -> tuple[int, int]:
-    """Bytes that a rank's model takes, and the most that its second step takes beyond; nobody else is there."""
+    """Bytes that a rank's model takes, and the most that its second step takes beyond; nobody else
+    is there."""
     gc.collect()
     with AllocatorMeter() as state:
         model = simulated_rank(config, ranks)
@@ -26,9 +34,11 @@ def allocated(config: Config, ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("in_fp32", "drawn"), some(DRAWN, (False, True), each=6))
 def test_the_plan_is_what_is_allocated(drawn: Drawn, in_fp32: bool) -> None:
-    """State to the byte, without the scratch of collectives that nobody runs here; the peak within 1 percent.
+    """State to the byte, without the scratch of collectives that nobody runs here; the peak within
+    1 percent.
 
-    On processors with instructions for products of halves, and on others, which compute them from fp32 copies.
+    On processors with instructions for products of halves, and on others, which compute them from
+    fp32 copies.
     """
     check(drawn.config(), drawn.ranks, in_fp32)
 
@@ -37,7 +47,8 @@ def test_the_plan_is_what_is_allocated(drawn: Drawn, in_fp32: bool) -> None:
 @pytest.mark.parametrize("drawn", DRAWN)
 @pytest.mark.slow
 def test_the_plan_is_what_ranks_allocate_that_share_layers(drawn: Drawn, splits: bool) -> None:
-    """The same of two times as many ranks, two to a layer; with fp32 copies where tokens are whole."""
+    """The same of two times as many ranks, two to a layer; with fp32 copies where tokens are
+    whole."""
     ranks = 2 * drawn.ranks
     options = dict(drawn.options, tensor_parallel=2, sequence_tensor_parallel=splits)
     check(tiny_config(ranks, **options), ranks, in_fp32=not splits)
@@ -49,7 +60,9 @@ def check(config: Config, ranks: int, in_fp32: bool) -> None:
         plan = Planner(ranks, "cpu").plan(config)
         state, peak = allocated(config, ranks)
     assert plan.state_bytes - bytes_by_kind(plan.model)["communication scratch"] == state
-    assert plan.activations[config.performance.mlp_recompute_level].peak == pytest.approx(peak, rel=0.01), config
+    assert plan.activations[config.performance.mlp_recompute_level].peak == pytest.approx(
+        peak, rel=0.01
+    ), config
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,12 @@ def check(config: Config, ranks: int, in_fp32: bool) -> None:
         (DRAWN[place], options)
         for place, options in zip(
             (0, 3, 5, 8),
-            ({"fp8": "tensorwise"}, {"fp8": "rowwise"}, {"int8": True}, {"fp8": "tensorwise", "zero_stage": 3}),
+            (
+                {"fp8": "tensorwise"},
+                {"fp8": "rowwise"},
+                {"int8": True},
+                {"fp8": "tensorwise", "zero_stage": 3},
+            ),
             strict=True,
         )
     ],

@@ -24,7 +24,9 @@ from tests.support.launch import TINY, run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Fast-LLM's guide for a Mistral-7B, word for word: its run took 16 machines of 8 H100 cards.
-(GUIDE,) = re.findall(r"```bash\n(export MODEL_ARGS=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+(GUIDE,) = re.findall(
+    r"```bash\n(export MODEL_ARGS=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+)
 SMALL_CLUSTER = "--micro_batch_size=1 --zero_stage=2"
 
 
@@ -32,7 +34,9 @@ def guide_flags() -> list[str]:
     """The words that a shell makes of the strings in the README."""
     command = GUIDE + "printf '%s\\n' $MODEL_ARGS $TRAINING_ARGS $PERFORMANCE_ARGS $MONITORING_ARGS"
     environment = {**os.environ, "EXP_BASE_DIR": "/experiments/mistral"}
-    return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True
+    ).stdout.split()
 
 
 def fits(text: str) -> bool:
@@ -54,7 +58,8 @@ def planned_bytes(flags: list[str], ranks: int, device_type: str = "cuda") -> in
 
 
 def check_recommendation(text: str) -> list[str]:
-    """Check that the recommended command fits GPUs of 80 GB and leaves 3 % free, and return its flags."""
+    """Check that the recommended command fits GPUs of 80 GB and leaves 3 % free, and return its
+    flags."""
     ranks, flags = command_of(text)
     assert not any(flag.startswith(("--dry_run", "--world_size", "--gpu")) for flag in flags)
     assert planned_bytes(flags, ranks) <= 0.97 * PLANNED_GPU_BYTES, flags
@@ -62,12 +67,15 @@ def check_recommendation(text: str) -> list[str]:
 
 
 def test_the_guides_run_fits_its_own_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    """128 cards of 80 GB hold the guide's strings as they are, and 4 to 64 its strings for small clusters."""
+    """128 cards of 80 GB hold the guide's strings as they are, and 4 to 64 its strings for small
+    clusters."""
     flags = guide_flags()
     assert "--min_lr=0.000003" in flags and len(flags) == 37
     text = page(capsys, *flags, "--world_size=128")
     assert fits(text) and "zero_stage 1" in text and "none *" in text
-    assert command_of(text) == (128, [*flags, "--zero_stage=3"]), "as fast, and more than 3 % stay free"
+    assert command_of(text) == (128, [*flags, "--zero_stage=3"]), (
+        "as fast, and more than 3 % stay free"
+    )
     for ranks in (4, 8, 16, 32, 64):
         assert planned_bytes([*flags, *SMALL_CLUSTER.split()], ranks) <= PLANNED_GPU_BYTES
 
@@ -75,16 +83,30 @@ def test_the_guides_run_fits_its_own_cluster(capsys: pytest.CaptureFixture[str])
 def test_the_example_job_fits_its_16_machines(tmp_path: Path) -> None:
     """The multi-node example, planned for the 128 ranks that it asks Slurm for, fits."""
     torchrun, python = tmp_path / "torchrun", warm_python.folder() / "python"
-    torchrun.write_text(f'#!/bin/sh\nwhile [ "${{1%%.py}}" = "$1" ]; do shift; done\nexec {python} "$@"\n')
+    torchrun.write_text(
+        f'#!/bin/sh\nwhile [ "${{1%%.py}}" = "$1" ]; do shift; done\nexec {python} "$@"\n'
+    )
     torchrun.chmod(0o755)
     job = (ROOT / "scripts/examples/slurm_multi_node.sbatch").read_text()
-    (nodes,), (gpus,) = re.findall(r"--nodes=(\d+)\n", job), re.findall(r"#SBATCH --gpus-per-node=(\d+)", job)
+    (nodes,), (gpus,) = (
+        re.findall(r"--nodes=(\d+)\n", job),
+        re.findall(r"#SBATCH --gpus-per-node=(\d+)", job),
+    )
     (flags,) = re.findall(r"    train (--.*) \"\$@\" \|\|", job)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA_PATH": "d", "EXP_BASE_DIR": "e"}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DATA_PATH": "d",
+        "EXP_BASE_DIR": "e",
+    }
     planned = [*flags.split(), "--dry_run=1", f"--world_size={int(nodes) * int(gpus)}"]
     command = ["bash", "scripts/examples/train_mistral.sh", *planned]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert "dry run for 128 GPUs" in result.stdout and fits(result.stdout), result.stdout + result.stderr
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "dry run for 128 GPUs" in result.stdout and fits(result.stdout), (
+        result.stdout + result.stderr
+    )
 
 
 def test_a_quarter_of_the_cluster_ends_with_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +136,12 @@ LARGE = (
         "256 --zero_stage=auto --layers_per_stage=auto",
         pytest.param("256 --num_grad_buffers=4 --gated=1", marks=pytest.mark.slow),
         pytest.param(
-            "256 --validation_iters=1 --eval_micro_batch_size=32 --micro_batch_size=8", marks=pytest.mark.slow
+            "256 --validation_iters=1 --eval_micro_batch_size=32 --micro_batch_size=8",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("250 --allow_nondivisible_batch_size=1 --micro_batch_size=7", marks=pytest.mark.slow),
+        pytest.param(
+            "250 --allow_nondivisible_batch_size=1 --micro_batch_size=7", marks=pytest.mark.slow
+        ),
         "none --batch_size_schedule 0:128 100:256 --micro_batch_size=8",
         pytest.param("256 --freeze=embedding", marks=pytest.mark.slow),
     ],
@@ -138,7 +163,12 @@ def test_a_batch_that_was_not_typed_stays(capsys: pytest.CaptureFixture[str]) ->
 def test_nothing_fits_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
     """The page then says how little memory would do, with all flags and with the most GPUs."""
     # No pipeline divides 7 blocks.
-    flags = ["--num_layers=7", "--hidden_size=32768", "--num_attention_heads=128", "--sequence_length=65536"]
+    flags = [
+        "--num_layers=7",
+        "--hidden_size=32768",
+        "--num_attention_heads=128",
+        "--sequence_length=65536",
+    ]
     text = page(capsys, *flags, "--batch_size=4", "--world_size=2", "--training_dtype=bf16")
     assert not fits(text) and "run this" not in text
     joined = " ".join(text.split())
@@ -151,14 +181,21 @@ LONG = ["@scripts/examples/mistral_7b.flags", "--dataset_source=random", "--micr
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--world_size=8", "--sequence_length=262144", "--batch_size=8"], marks=pytest.mark.slow),
-        pytest.param(["--world_size=4", "--sequence_length=262144", "--batch_size=4"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--world_size=8", "--sequence_length=262144", "--batch_size=8"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["--world_size=4", "--sequence_length=262144", "--batch_size=4"], marks=pytest.mark.slow
+        ),
         ["--num_layers=16", "--world_size=auto", "--sequence_length=262144", "--batch_size=2"],
     ],
     ids=str,
 )
-def test_ranks_share_layers_where_nothing_else_fits(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One sample is too long for one GPU; the recommended command shares layers, and fits as it is."""
+def test_ranks_share_layers_where_nothing_else_fits(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sample is too long for one GPU; the recommended command shares layers, and fits as it
+    is."""
     text = " ".join(page(capsys, *LONG, *flags).replace("\\\n", " ").split())
     command = text.rpartition("pretrain_gpt.py ")[2].split()
     assert "--sequence_tensor_parallel=1" in command and re.search(r"TP [248], predicted", text)
@@ -181,19 +218,31 @@ def small_page(capsys: pytest.CaptureFixture[str], *more: str) -> str:
 
 
 def test_devices_and_links(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each GPU has its memory and its speed; a slow network makes the step longer; --device_memory_gib wins."""
-    texts = {gpu: small_page(capsys, "--world_size=4", f"--gpu={gpu}") for gpu in ("h200", "a100-40")}
+    """Each GPU has its memory and its speed; a slow network makes the step longer;
+    --device_memory_gib wins."""
+    texts = {
+        gpu: small_page(capsys, "--world_size=4", f"--gpu={gpu}") for gpu in ("h200", "a100-40")
+    }
     texts["cpu"] = page(capsys, *TINY, "--gpu=cpu", "--world_size=4")
     assert "139.7 GiB each" in texts["h200"] and "data sheet of a100-40" in texts["a100-40"]
-    assert "on CPU" in texts["cpu"] and "GPU-hours" not in texts["cpu"] and "GPU-hours" in texts["h200"]
-    slow = small_page(capsys, "--world_size=4", "--interconnect=ethernet:0.1", "--device_memory_gib=30")
+    assert (
+        "on CPU" in texts["cpu"]
+        and "GPU-hours" not in texts["cpu"]
+        and "GPU-hours" in texts["h200"]
+    )
+    slow = small_page(
+        capsys, "--world_size=4", "--interconnect=ethernet:0.1", "--device_memory_gib=30"
+    )
     assert "--interconnect=ethernet 0.1 GB/s" in slow and "exposed communication" in slow
     assert "30.0 GiB each" in slow and "data sheet of h100 (as no --gpu is named)" in slow
 
 
 @pytest.mark.parametrize(
     "gpu",
-    [gpu if gpu in ("h100", "mi300x", "v100") else pytest.param(gpu, marks=pytest.mark.slow) for gpu in sorted(GPUS)],
+    [
+        gpu if gpu in ("h100", "mi300x", "v100") else pytest.param(gpu, marks=pytest.mark.slow)
+        for gpu in sorted(GPUS)
+    ],
 )
 def test_speeds_are_labelled(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every card has a plan that names it; shares that no run has confirmed are called assumed."""
@@ -213,11 +262,18 @@ def test_a_gpu_without_bf16_is_slow_in_bf16(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("gpu", ["h100", "v100"])
-def test_tf32_is_planned_at_half_the_speed_of_16_bits(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tf32_is_planned_at_half_the_speed_of_16_bits(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Where the GPU has TF32."""
     plain, rounded = (
         small_page(
-            capsys, "--world_size=4", "--batch_size=4", f"--gpu={gpu}", "--training_dtype=fp32", f"--tf32={tf32}"
+            capsys,
+            "--world_size=4",
+            "--batch_size=4",
+            f"--gpu={gpu}",
+            "--training_dtype=fp32",
+            f"--tf32={tf32}",
         )
         for tf32 in (0, 1)
     )
@@ -226,12 +282,17 @@ def test_tf32_is_planned_at_half_the_speed_of_16_bits(gpu: str, capsys: pytest.C
     assert times[0] > 2 * times[1] if gpu == "h100" else times[0] == times[1]
 
 
-def test_products_in_8_bits_are_planned_at_twice_the_speed_of_16(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the GPU has units for them; rounding costs passes over memory, and on others all is slower."""
+def test_products_in_8_bits_are_planned_at_twice_the_speed_of_16(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where the GPU has units for them; rounding costs passes over memory, and on others all is
+    slower."""
     times = {}
     for gpu, fp8 in itertools.product(("h200", "a100"), ("none", "tensorwise")):
         flags = f"--world_size=8 --zero_stage=3 --micro_batch_size=1 --training_dtype=bf16 --gpu={gpu} --fp8={fp8}"
-        text = page(capsys, "--model=mistral-7b", "--num_layers=4", "--sequence_length=8192", *flags.split())
+        text = page(
+            capsys, "--model=mistral-7b", "--num_layers=4", "--sequence_length=8192", *flags.split()
+        )
         times[gpu, fp8] = float(text.partition("a step of ")[2].split()[0])
     assert 1.2 < times["h200", "none"] / times["h200", "tensorwise"] < 2
     assert times["a100", "none"] < times["a100", "tensorwise"]
@@ -241,17 +302,27 @@ def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout as asked stands in the table once, also where the search finds the same."""
     for more in ("--world_size=auto", "--world_size=4 --micro_batch_size=4 --zero_stage=2"):
         text = small_page(capsys, *more.split(), "--device_memory_gib=30")
-        rows = [line[1:] for line in text.partition("tokens/s\n")[2].splitlines() if line[2:7].strip() in "123"]
+        rows = [
+            line[1:]
+            for line in text.partition("tokens/s\n")[2].splitlines()
+            if line[2:7].strip() in "123"
+        ]
         assert len(rows) > 1 and len(set(rows)) == len(rows), text
 
 
 def test_epochs_over_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of data on this machine the plan says how often training reads it; without them it says that it does not know."""
+    """Of data on this machine the plan says how often training reads it; without them it says that
+    it does not know."""
     with IndexedDatasetWriter(str(tmp_path / "corpus"), "<u2") as writer:
         writer.add_document(np.zeros(4097 * 32, np.uint16))
     flags = [flag for flag in SMALL if not flag.startswith("--dataset_source")]
-    text = page(capsys, *flags, f"--data_path={tmp_path / 'corpus'}", "--split=1,0,0", "--train_iters=2")
-    assert "training data: " in text and "epochs" in text.partition("training data: ")[2].splitlines()[0]
+    text = page(
+        capsys, *flags, f"--data_path={tmp_path / 'corpus'}", "--split=1,0,0", "--train_iters=2"
+    )
+    assert (
+        "training data: " in text
+        and "epochs" in text.partition("training data: ")[2].splitlines()[0]
+    )
     missing = page(capsys, *flags, "--data_path=/missing/corpus", "--train_iters=2")
     assert "epochs over the data: unknown; /missing/corpus: no such file, folder or pair" in missing
 
@@ -261,17 +332,33 @@ def test_the_smallest_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None
     text = small_page(capsys, "--num_layers=8", "--world_size=auto", "--device_memory_gib=6")
     ranks = int(text.split("dry run for ")[1].split()[0])
     assert ranks > 1 and "\nfits: " in text and f"--nproc-per-node={ranks}" in text
-    fewer = small_page(capsys, "--num_layers=8", f"--world_size={ranks // 2}", "--device_memory_gib=6")
-    assert f"and {ranks} GPUs are the fewest that fit: plan for them with --world_size={ranks}" in " ".join(
-        fewer.split()
+    fewer = small_page(
+        capsys, "--num_layers=8", f"--world_size={ranks // 2}", "--device_memory_gib=6"
+    )
+    assert (
+        f"and {ranks} GPUs are the fewest that fit: plan for them with --world_size={ranks}"
+        in " ".join(fewer.split())
     )
     assert "run this" not in fewer, "the number of ranks is the user's"
 
 
-def test_nothing_fits_any_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_fits_any_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error says so in one line, once everything was tried, however slow the processor is."""
     monkeypatch.setattr(search, "SEARCH_S", 600.0)
-    assert main(["--dry_run=1", *SMALL, "--batch_size=2", "--world_size=auto", "--device_memory_gib=0.9"]) == 2
+    assert (
+        main(
+            [
+                "--dry_run=1",
+                *SMALL,
+                "--batch_size=2",
+                "--world_size=auto",
+                "--device_memory_gib=0.9",
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "--world_size=auto: " in line and "no flags fit" in line
 
@@ -280,15 +367,26 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     """It is sound shell, holds the recommended words, and is never overwritten."""
     job = tmp_path / "my job.sbatch"
     folder = f"--experiment_dir={tmp_path / 'run'}"
-    text = small_page(capsys, "--world_size=16", "--experiment_name=it's", folder, f"--write_sbatch={job}")
+    text = small_page(
+        capsys, "--world_size=16", "--experiment_name=it's", folder, f"--write_sbatch={job}"
+    )
     assert f"wrote {job}" in text
     script = job.read_text()
     assert subprocess.run(["bash", "-n", str(job)], capture_output=True).returncode == 0
     assert (
-        "#SBATCH --cpus-per-task=64\n#SBATCH --mem=0\n" in script and "srun --export=ALL --cpus-per-task=64" in script
+        "#SBATCH --cpus-per-task=64\n#SBATCH --mem=0\n" in script
+        and "srun --export=ALL --cpus-per-task=64" in script
     )
-    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=8\n" in script and "--requeue" in script
-    assert "'--experiment_name=it'\"'\"'s'" in script and "write_sbatch=" not in script and "--dry_run=" not in script
+    assert (
+        "#SBATCH --nodes=2\n" in script
+        and "#SBATCH --gpus-per-node=8\n" in script
+        and "--requeue" in script
+    )
+    assert (
+        "'--experiment_name=it'\"'\"'s'" in script
+        and "write_sbatch=" not in script
+        and "--dry_run=" not in script
+    )
     assert main(["--dry_run=1", *SMALL, "--world_size=16", folder, f"--write_sbatch={job}"]) == 2
     assert "File exists; name another file" in capsys.readouterr().err
     assert job.read_text() == script
@@ -297,7 +395,16 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def test_a_job_needs_data_and_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Without them nothing is written, and the error names the flags."""
     job = tmp_path / "job.sbatch"
-    assert main(["--dry_run=1", *(flag for flag in SMALL if "source" not in flag), f"--write_sbatch={job}"]) == 2
+    assert (
+        main(
+            [
+                "--dry_run=1",
+                *(flag for flag in SMALL if "source" not in flag),
+                f"--write_sbatch={job}",
+            ]
+        )
+        == 2
+    )
     folder, data = capsys.readouterr().err.splitlines()
     assert "set --experiment_dir" in folder and "write --data_path" in data and not job.exists()
 
@@ -322,11 +429,19 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_recommended_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU whose memory does not hold the run as asked, the printed flags train to the end."""
     tiny = "--num_layers=2 --hidden_size=64 --num_attention_heads=4 --vocab_size=512 --sequence_length=512"
-    flags = [*tiny.split(), "--batch_size=64", "--train_iters=1", "--dataset_source=random", "--device=cpu"]
+    flags = [
+        *tiny.split(),
+        "--batch_size=64",
+        "--train_iters=1",
+        "--dataset_source=random",
+        "--device=cpu",
+    ]
     assert main([*flags, "--dry_run=1", "--device_memory_gib=0.75"]) == 0
     text = capsys.readouterr().out
     assert "does not fit" in text
-    command = text.rpartition("run this")[2].partition("pretrain_gpt.py")[2].replace("\\\n", " ").split()
+    command = (
+        text.rpartition("run this")[2].partition("pretrain_gpt.py")[2].replace("\\\n", " ").split()
+    )
     assert command[: len(flags)] != command and set(flags) <= set(command)
     done = run(command)
     assert done.codes == [0] and "training complete: 1 iteration" in done.output, done.output

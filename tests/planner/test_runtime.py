@@ -1,4 +1,5 @@
-"""The memory beside all tensors: its sum decides what fits, and it covers what the allocator of a GPU wastes."""
+"""The memory beside all tensors: its sum decides what fits, and it covers what the allocator of a
+GPU wastes."""
 
 from typing import Any
 
@@ -14,10 +15,20 @@ from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
 from tests.support.memory_meters import a_model, micro_batches
 
-# A Mistral-7B with widths and tokens divided by 32, and a quarter of its blocks; tensors have 1/1024 of its sizes.
+# A Mistral-7B with widths and tokens divided by 32, and a quarter of its blocks; tensors have
+# 1/1024 of its sizes.
 SCALE = 1024
-SMALL: dict[str, Any] = dict(num_layers=8, hidden_size=128, vocab_size=1000, num_attention_heads=2, head_groups=1)
-SMALL |= dict(ffn_hidden_size=448, kv_channels=64, window_size=None, batch_size=1, sequence_length=256, device="cpu")
+SMALL: dict[str, Any] = dict(
+    num_layers=8, hidden_size=128, vocab_size=1000, num_attention_heads=2, head_groups=1
+)
+SMALL |= dict(
+    ffn_hidden_size=448,
+    kv_channels=64,
+    window_size=None,
+    batch_size=1,
+    sequence_length=256,
+    device="cpu",
+)
 
 
 @pytest.mark.parametrize(
@@ -26,19 +37,36 @@ SMALL |= dict(ffn_hidden_size=448, kv_channels=64, window_size=None, batch_size=
         {},
         pytest.param(dict(mlp_recompute_level="full"), marks=pytest.mark.slow),
         pytest.param(dict(mlp_recompute_level="full", vocab_size=8000), marks=pytest.mark.slow),
-        dict(mlp_recompute_level="activation", batch_size=3, micro_batch_size=1, breadth_first_micro_batches=3),
+        dict(
+            mlp_recompute_level="activation",
+            batch_size=3,
+            micro_batch_size=1,
+            breadth_first_micro_batches=3,
+        ),
         pytest.param(dict(mlp_recompute_level="full", recompute_layers=4), marks=pytest.mark.slow),
-        dict(mlp_recompute_level="full", gated=False, normalization_type="layer_norm", use_rotary_embeddings=False),
-        dict(full_precision_residual=True, qk_layernorm=True, training_dtype="fp32", batch_size=2, micro_batch_size=2),
+        dict(
+            mlp_recompute_level="full",
+            gated=False,
+            normalization_type="layer_norm",
+            use_rotary_embeddings=False,
+        ),
+        dict(
+            full_precision_residual=True,
+            qk_layernorm=True,
+            training_dtype="fp32",
+            batch_size=2,
+            micro_batch_size=2,
+        ),
     ],
     ids=str,
 )
 def test_the_plan_covers_what_the_allocator_cannot_fill(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest temporaries and a page
-    more."""
-    # A GPU's attention has small temporaries, in the inputs' dtype; its products need no fp32 copies.
+    """Two steps, replayed through the allocator's rules, reserve at most HOLES times the largest
+    temporaries and a page more."""
+    # A GPU's attention has small temporaries, in the inputs' dtype; its products need no fp32
+    # copies.
     monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu: 2**15)
     monkeypatch.setattr(attention_blocks, "dtype_of_products", lambda inputs: inputs.dtype)
     config = mistral(**{**SMALL, **options})
@@ -55,8 +83,8 @@ def test_the_plan_covers_what_the_allocator_cannot_fill(
 
 
 def test_the_allocator_splits_merges_and_reuses() -> None:
-    """The range grows by pages, freed neighbours make one block, the best fit is taken, and small tensors have a range
-    of their own."""
+    """The range grows by pages, freed neighbours make one block, the best fit is taken, and small
+    tensors have a range of their own."""
     allocator = CachingAllocator()
     for number, size in enumerate((30, 20, 40)):
         allocator.allocate(number, size * MIB)
@@ -77,7 +105,9 @@ def test_what_a_rank_needs_beside_its_tensors() -> None:
     """A GPU needs a context and workspaces, several also NCCL; a CPU needs its processes."""
 
     def runtime(ranks: int, device: str, tensor: int = 1, **options: Any) -> dict[str, int]:
-        return make_plan(tiny_config(ranks, tensor_parallel=tensor, batch_size=ranks, **options), ranks, device).runtime
+        return make_plan(
+            tiny_config(ranks, tensor_parallel=tensor, batch_size=ranks, **options), ranks, device
+        ).runtime
 
     one, many = runtime(1, "cuda"), runtime(128, "cuda")
     assert set(many) - set(one) == {"NCCL channels"} and many["NCCL channels"] == 896 * MIB
@@ -93,7 +123,9 @@ def test_what_a_rank_needs_beside_its_tensors() -> None:
 
 def test_a_plan_needs_its_peak_and_its_runtime() -> None:
     """The sum is the same from a whole plan and from its rows, and grows with the micro-batch."""
-    small, large = (make_plan(tiny_config(2, micro_batch_size=size, batch_size=8), 2, "cuda") for size in (1, 4))
+    small, large = (
+        make_plan(tiny_config(2, micro_batch_size=size, batch_size=8), 2, "cuda") for size in (1, 4)
+    )
     for plan in (small, large):
         assert plan.needed_bytes() == plan.peak_bytes() + sum(plan.runtime.values())
         assert plan.needed_bytes("full") == plan.peak_bytes("full") + sum(plan.runtime.values())

@@ -1,7 +1,8 @@
-"""Activations of a tensor-parallel rank against plans: bytes that autograd keeps, and peaks of steps and evaluations.
+"""Activations of a tensor-parallel rank against plans: bytes that autograd keeps, and peaks of
+steps and evaluations.
 
-One process is the first rank of a group that does not exist: exchanges leave garbage of the right shape, in memory that
-is real.
+One process is the first rank of a group that does not exist: exchanges leave garbage of the right
+shape, in memory that is real.
 """
 
 from collections.abc import Callable
@@ -48,12 +49,18 @@ KEPT: list[Options] = [
     dict(mlp_recompute_level="none,full:1", recompute_layers=1, **LLAMA),
     dict(attention_dropout=0.1, window_size=5),
     dict(parallel_embeddings=False, tie_word_embeddings=False),
-    dict(freeze=("embedding", "blocks.0.mlp.up"), tie_word_embeddings=False, mlp_recompute_level="full"),
+    dict(
+        freeze=("embedding", "blocks.0.mlp.up"),
+        tie_word_embeddings=False,
+        mlp_recompute_level="full",
+    ),
     dict(freeze=("embedding.word", "*.norm.*"), tie_word_embeddings=False, training_dtype="bf16"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "splits", "options"), some(KEPT, (2, 4), (False, True), each=5), ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "splits", "options"), some(KEPT, (2, 4), (False, True), each=5), ids=str
+)
 def test_activations_are_what_autograd_keeps(ranks: int, splits: bool, options: Options) -> None:
     """The planned activations of each layer equal to the byte what autograd saves on a rank."""
     sizes = dict(batch_size=2, tensor_parallel=ranks, sequence_tensor_parallel=splits)
@@ -88,7 +95,8 @@ PEAKS: list[Options] = [
     ids=str,
 )
 def test_peaks_are_those_of_a_step(ranks: int, splits: bool, level: str, options: Options) -> None:
-    """The planned peak of forward and backward passes, beyond the state, is within 1 percent of a real step."""
+    """The planned peak of forward and backward passes, beyond the state, is within 1 percent of a
+    real step."""
     layout = dict(tensor_parallel=ranks, sequence_tensor_parallel=splits, mlp_recompute_level=level)
     config = tiny_config(ranks, **{**SIZES, **layout, **options})
     model, batches = a_rank(config), micro_batches(config)
@@ -99,7 +107,11 @@ def test_peaks_are_those_of_a_step(ranks: int, splits: bool, level: str, options
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {**LLAMA, "training_dtype": "bf16", "vocab_size": 4096}, {"parallel_embeddings": False, **EVERY_NORM}],
+    [
+        {},
+        {**LLAMA, "training_dtype": "bf16", "vocab_size": 4096},
+        {"parallel_embeddings": False, **EVERY_NORM},
+    ],
     ids=str,
 )
 def test_peaks_of_an_evaluation(options: Options, splits: bool) -> None:
@@ -121,8 +133,11 @@ def test_peaks_of_an_evaluation(options: Options, splits: bool) -> None:
 
 
 def test_gradients_of_copies_are_summed_in_memory_for_all_ranks() -> None:
-    """A table of positions that every rank has, of which each computes a part of the gradient: T times its bytes."""
-    options = dict(SIZES, max_position_embeddings=8192, tensor_parallel=4, sequence_tensor_parallel=True)
+    """A table of positions that every rank has, of which each computes a part of the gradient: T
+    times its bytes."""
+    options = dict(
+        SIZES, max_position_embeddings=8192, tensor_parallel=4, sequence_tensor_parallel=True
+    )
     config = tiny_config(4, **options)
     model, batches = a_rank(config), micro_batches(config)
     planned, measured = peaks(config, lambda: model.forward_backward(batches))
@@ -131,7 +146,8 @@ def test_gradients_of_copies_are_summed_in_memory_for_all_ranks() -> None:
 
 
 def peaks(config: Config, passes: Callable[[], object]) -> tuple[ActivationMemory, int]:
-    """The planned memory, and the peak measured in the second of two runs: the first one also makes rotary tables.
+    """The planned memory, and the peak measured in the second of two runs: the first one also makes
+    rotary tables.
 
     On any processor as on one with instructions for bf16.
     """

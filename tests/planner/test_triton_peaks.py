@@ -1,4 +1,5 @@
-"""Peaks where Triton kernels run, against what their callers allocate: the kernels themselves are not launched."""
+"""Peaks where Triton kernels run, against what their callers allocate: the kernels themselves are
+not launched."""
 
 import dataclasses
 import sys
@@ -45,7 +46,8 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("level", "options"), some(PEAK_CASES, LEVELS, each=31), ids=str)
 @pytest.mark.usefixtures("no_launches")
 def test_peaks_with_triton_kernels(options: dict[str, Any], level: str) -> None:
-    """Nothing but the values differs from a step with kernels: the plan is within half a percent of the peak."""
+    """Nothing but the values differs from a step with kernels: the plan is within half a percent of
+    the peak."""
     config = tiny_config(1, **{**SIZES, "mlp_recompute_level": level, **options})
     with products_in_fp32(False):
         planned = planned_memory(config).peak

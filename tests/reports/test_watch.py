@@ -1,4 +1,5 @@
-"""The page that follows a run: read from its folder while files grow, are replaced or torn, and shown on a terminal."""
+"""The page that follows a run: read from its folder while files grow, are replaced or torn, and
+shown on a terminal."""
 
 import fcntl
 import json
@@ -29,7 +30,10 @@ NOW_S = 1_000_000.0
 def record(iteration: int, start: int = 0, phase: str = "training", **more: Any) -> str:
     """One line of metrics.jsonl, ten seconds after the line before."""
     values = {"phase": phase, "iteration": iteration, "loss": 10.0 - iteration / 10, "run": start}
-    return json.dumps({**values, "time": NOW_S - 600 + 10 * iteration, "train_iters": 60, **more}) + "\n"
+    return (
+        json.dumps({**values, "time": NOW_S - 600 + 10 * iteration, "train_iters": 60, **more})
+        + "\n"
+    )
 
 
 def append(path: Path, text: str) -> None:
@@ -38,11 +42,18 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def folder(root: Path, iterations: int = 40, heartbeat_s: float | None = NOW_S - 1, start: int = 0) -> Path:
+def folder(
+    root: Path, iterations: int = 40, heartbeat_s: float | None = NOW_S - 1, start: int = 0
+) -> Path:
     """A run that logs every iteration and has saved two checkpoints."""
-    append(root / "metrics.jsonl", "".join(record(i, remaining_seconds=10.0 * (60 - i)) for i in range(1, iterations)))
+    append(
+        root / "metrics.jsonl",
+        "".join(record(i, remaining_seconds=10.0 * (60 - i)) for i in range(1, iterations)),
+    )
     append(root / "metrics.jsonl", record(20, phase="validation", loss=8.5))
-    (root / "exit.json").write_text(json.dumps({"exit_code": None, "status": "running", "message": "", "run": start}))
+    (root / "exit.json").write_text(
+        json.dumps({"exit_code": None, "status": "running", "message": "", "run": start})
+    )
     for iteration in (10, 30):
         manifest = root / "checkpoints" / str(iteration) / "manifest.json"
         append(manifest, "{}")
@@ -62,16 +73,20 @@ def look(run: WatchedRun, now_s: float = NOW_S, width: int = 120, unicode: bool 
     return "\n".join(lines)
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the page
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_page_of_a_running_run(tmp_path: Path) -> None:
-    """State, progress with the time left since the last line, curves, checkpoints with their age, warnings."""
+    """State, progress with the time left since the last line, curves, checkpoints with their age,
+    warnings."""
     text = look(WatchedRun(folder(tmp_path / "mine")), NOW_S - 200)
     lines = text.splitlines()
     assert lines[0] == "mine | start 1 | running"
     assert lines[1] == "last line 0:00:10 ago"
-    assert re.fullmatch(r"█{26}░{14}  iteration 39 of 60  65%  0:03:20 left, until \w{3} \d\d:\d\d", lines[2])
+    assert re.fullmatch(
+        r"█{26}░{14}  iteration 39 of 60  65%  0:03:20 left, until \w{3} \d\d:\d\d", lines[2]
+    )
     assert re.search(r"^training loss +6\.1000  █[▁-█]+▁  6\.1000 to 9\.9000$", text, re.M)
     assert re.search(r"^validation loss +8\.5000 ", text, re.M) and "gradient norm" not in text
     assert "checkpoints: 30 (0:06:40 ago), 10 (0:26:40 ago)" in lines
@@ -81,7 +96,10 @@ def test_page_of_a_running_run(tmp_path: Path) -> None:
 def test_page_fits_any_terminal(tmp_path: Path) -> None:
     """Narrow, without Unicode, and with control characters in texts that a terminal would obey."""
     root = folder(tmp_path)
-    append(root / "runs/0/logs/logs_rank_000.txt", "2026-01-02 03:04:05,678 WARNING: \033[2J bad ü " + "x" * 300 + "\n")
+    append(
+        root / "runs/0/logs/logs_rank_000.txt",
+        "2026-01-02 03:04:05,678 WARNING: \033[2J bad ü " + "x" * 300 + "\n",
+    )
     text = look(WatchedRun(root), width=44, unicode=False)
     assert text.isascii() and "\033" not in text and "?[2J bad ?" in text
     assert "iteration 39 of 60  65%" in text and re.search(r"#[#*%+=.-]*_", text)
@@ -91,10 +109,22 @@ DONE = {"status": "done", "exit_code": 0, "time": NOW_S - 7200, "message": "trai
 FAILED = {"status": "failed", "exit_code": 5, "time": NOW_S - 5, "message": "loss nan"}
 ENDINGS: tuple[tuple[float | None, Any, str], ...] = (
     (NOW_S - 10, {"status": "running"}, "running"),
-    (NOW_S - 300, {"status": "running"}, "no heartbeat for 0:05:00: the process or its machine is gone"),
+    (
+        NOW_S - 300,
+        {"status": "running"},
+        "no heartbeat for 0:05:00: the process or its machine is gone",
+    ),
     (None, {"status": "running"}, "killed: it left no ending"),
-    (NOW_S - 5, {"status": "starting", "message": "in the rendezvous"}, "starting\nin the rendezvous"),
-    (None, {"status": "starting", "message": "in the loading"}, "killed: it left no ending\nin the loading"),
+    (
+        NOW_S - 5,
+        {"status": "starting", "message": "in the rendezvous"},
+        "starting\nin the rendezvous",
+    ),
+    (
+        None,
+        {"status": "starting", "message": "in the loading"},
+        "killed: it left no ending\nin the loading",
+    ),
     (None, None, "not running"),
     (None, DONE, "done 2:00:00 ago, exit code 0\ntraining complete"),
     (NOW_S - 5, FAILED, "failed 0:00:05 ago, exit code 5\nloss nan"),
@@ -106,7 +136,9 @@ def test_how_a_run_is(tmp_path: Path) -> None:
     """Running, silent, killed, done or failed, from exit.json and the heartbeat."""
     for number, (heartbeat_s, ending, words) in enumerate(ENDINGS):
         root = folder(tmp_path / str(number) / "mine", heartbeat_s=heartbeat_s)
-        (root / "exit.json").unlink() if ending is None else (root / "exit.json").write_text(json.dumps(ending))
+        (root / "exit.json").unlink() if ending is None else (root / "exit.json").write_text(
+            json.dumps(ending)
+        )
         assert look(WatchedRun(root)).startswith(f"mine | start 1 | {words}\n"), ending
 
 
@@ -119,7 +151,8 @@ def test_late_lines_are_pointed_out(tmp_path: Path) -> None:
 
 
 def test_a_beat_counts_by_this_clock(tmp_path: Path) -> None:
-    """The file server's clock is an hour behind: the run seems dead at the first look, and not at the second."""
+    """The file server's clock is an hour behind: the run seems dead at the first look, and not at
+    the second."""
     run = WatchedRun(folder(tmp_path, heartbeat_s=NOW_S - 3600))
     assert "no heartbeat for 1:00:00" in look(run)
     os.utime(tmp_path / "runs/0/lock.json", (NOW_S, NOW_S - 3599))
@@ -127,11 +160,13 @@ def test_a_beat_counts_by_this_clock(tmp_path: Path) -> None:
     assert "no heartbeat for 0:02:00" in look(run, NOW_S + 121)
 
 
-# -- files that change -------------------------------------------------------------------------------------------------
+# -- files that change
+# -------------------------------------------------------------------------------------------------
 
 
 def test_files_grow_and_are_replaced(tmp_path: Path) -> None:
-    """A torn line counts once it is complete; a new start brings its own warnings; a replaced file is read anew."""
+    """A torn line counts once it is complete; a new start brings its own warnings; a replaced file
+    is read anew."""
     root = folder(tmp_path)
     metrics, log = root / "metrics.jsonl", root / "runs/0/logs/logs_rank_000.txt"
     watched = WatchedRun(root)
@@ -144,7 +179,10 @@ def test_files_grow_and_are_replaced(tmp_path: Path) -> None:
     append(metrics, line[25:])
     append(log, " line\nERROR: the end\n")
     text = look(watched)
-    assert "iteration 45 of 60" in text and "the last 3 warnings:\n  the disk is slow\n  half a line\n  the end" in text
+    assert (
+        "iteration 45 of 60" in text
+        and "the last 3 warnings:\n  the disk is slow\n  half a line\n  the end" in text
+    )
     append(root / "runs/1/logs/logs_rank_000.txt", "WARNING: of the second start\n")
     append(metrics, record(31, start=1))
     text = look(watched)
@@ -167,7 +205,9 @@ def test_files_grow_and_are_replaced(tmp_path: Path) -> None:
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     """The first look at a log of many megabytes."""
     root = folder(tmp_path)
-    append(root / "runs/0/logs/logs_rank_000.txt", "x" * 2 * LARGEST_READ_BYTES + "\nWARNING: new\n")
+    append(
+        root / "runs/0/logs/logs_rank_000.txt", "x" * 2 * LARGEST_READ_BYTES + "\nWARNING: new\n"
+    )
     assert look(WatchedRun(root)).endswith("one warning:\n  new")
 
 
@@ -181,23 +221,42 @@ def test_an_empty_folder_and_one_that_goes(tmp_path: Path) -> None:
     assert look(watched) == "soon | not running\nno record yet"
 
 
-@pytest.mark.parametrize("value", ["1e999", "-1e999", "1e300", "null", '"text"', "[]", "{}", "true", "9" * 400, "NaN"])
+@pytest.mark.parametrize(
+    "value", ["1e999", "-1e999", "1e300", "null", '"text"', "[]", "{}", "true", "9" * 400, "NaN"]
+)
 def test_records_may_hold_anything(tmp_path: Path, value: str) -> None:
     """Numbers, words and lists where others are expected cost their own part of the page only."""
     root = folder(tmp_path)
-    names = [*re.findall(r'"(\w+)":', record(1, remaining_seconds=1)), "skipped_iters", "mfu", "consumed_tokens"]
+    names = [
+        *re.findall(r'"(\w+)":', record(1, remaining_seconds=1)),
+        "skipped_iters",
+        "mfu",
+        "consumed_tokens",
+    ]
     fields = [f'"{name}": {value}' for name in names if name not in ("phase", "iteration")]
-    append(root / "metrics.jsonl", '{"phase": "training", "iteration": 41, ' + ", ".join(fields) + "}\n")
-    (root / "exit.json").write_text(f'{{"status": {value}, "exit_code": {value}, "message": {value}, "time": {value}}}')
-    assert "learning rate" not in look(WatchedRun(root)) and "checkpoints: 30" in look(WatchedRun(root))
+    append(
+        root / "metrics.jsonl",
+        '{"phase": "training", "iteration": 41, ' + ", ".join(fields) + "}\n",
+    )
+    (root / "exit.json").write_text(
+        f'{{"status": {value}, "exit_code": {value}, "message": {value}, "time": {value}}}'
+    )
+    assert "learning rate" not in look(WatchedRun(root)) and "checkpoints: 30" in look(
+        WatchedRun(root)
+    )
 
 
-# -- the script --------------------------------------------------------------------------------------------------------
+# -- the script
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page of a whole run, without a terminal; a folder that is not there is one line."""
-    flags = [f"--experiment_dir={tmp_path / 'real'}", "--validation_iters=1", "--lr_warmup_iters=20"]
+    flags = [
+        f"--experiment_dir={tmp_path / 'real'}",
+        "--validation_iters=1",
+        "--lr_warmup_iters=20",
+    ]
     assert run([*TINY, *flags]).codes == [0]
     assert watch_run.main([str(tmp_path / "real"), "--once"]) == 0
     shown = capsys.readouterr().out
@@ -214,18 +273,27 @@ def test_once_on_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_live_on_a_terminal(tmp_path: Path) -> None:
-    """On another screen, with new lines as they come; Ctrl-C leaves quietly, and the terminal is as before.
+    """On another screen, with new lines as they come; Ctrl-C leaves quietly, and the terminal is as
+    before.
 
-    Also where the parent ignores Ctrl-C, as the shell of a script does for what it starts in the background.
+    Also where the parent ignores Ctrl-C, as the shell of a script does for what it starts in the
+    background.
     """
     root = folder(tmp_path / "mine")
     terminal, other_end = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 100, 0, 0))
     before = termios.tcgetattr(other_end)
-    command = [sys.executable, str(ROOT / "scripts" / "watch_run.py"), str(root), "--interval_s=0.1"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "watch_run.py"),
+        str(root),
+        "--interval_s=0.1",
+    ]
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen(command, stdout=other_end, stderr=other_end, env={**os.environ, "PYTHONUTF8": "1"})
+        process = subprocess.Popen(
+            command, stdout=other_end, stderr=other_end, env={**os.environ, "PYTHONUTF8": "1"}
+        )
     finally:
         signal.signal(signal.SIGINT, ignored)
     try:
@@ -242,7 +310,9 @@ def test_live_on_a_terminal(tmp_path: Path) -> None:
         os.close(terminal)
     assert shown.startswith("\033[?1049h\033[?25l\033[H") and shown.endswith("\033[?25h\033[?1049l")
     pages = shown.split("\033[H")[1:]
-    assert all(one.count("\r\n") < 5 and "Traceback" not in one for one in pages)  # five lines of a terminal
+    assert all(
+        one.count("\r\n") < 5 and "Traceback" not in one for one in pages
+    )  # five lines of a terminal
 
 
 def read_until(terminal: int, text: str, limit_s: float = 20.0) -> str:
@@ -257,5 +327,7 @@ def read_until(terminal: int, text: str, limit_s: float = 20.0) -> str:
 def test_watching_needs_no_torch() -> None:
     """The page is there in a fraction of a second, also on a login node."""
     code = "import sys, megatron_lite.reports.watch_page; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"

@@ -1,4 +1,5 @@
-"""metrics.jsonl is read back as the run was, whatever restarts and damage left in it; curves keep their shape."""
+"""metrics.jsonl is read back as the run was, whatever restarts and damage left in it; curves keep
+their shape."""
 
 import json
 import math
@@ -11,13 +12,32 @@ import pytest
 
 from megatron_lite.errors import DataError
 from megatron_lite.monitor.trackers.metrics_file import MetricsFile
-from megatron_lite.reports.watched_run import LONGEST_LINE_BYTES, Curve, Metrics, RunStart, sparkline, watched
+from megatron_lite.reports.watched_run import (
+    LONGEST_LINE_BYTES,
+    Curve,
+    Metrics,
+    RunStart,
+    sparkline,
+    watched,
+)
 
 
-def line(iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any) -> str:
+def line(
+    iteration: Any, loss: Any = 1.0, phase: Any = "training", run: int = 0, **more: Any
+) -> str:
     """Return one line as a run writes it."""
     return (
-        json.dumps({"phase": phase, "iteration": iteration, "loss": loss, "run": run, "time": 7.0 + run, **more}) + "\n"
+        json.dumps(
+            {
+                "phase": phase,
+                "iteration": iteration,
+                "loss": loss,
+                "run": run,
+                "time": 7.0 + run,
+                **more,
+            }
+        )
+        + "\n"
     )
 
 
@@ -35,22 +55,45 @@ def losses(metrics: Metrics, phase: str = "training") -> dict[int, float]:
 
 
 def test_what_the_tracker_writes(tmp_path: Path) -> None:
-    """The program's own file: numbers by phase, text apart, NaN for a number that was not finite."""
+    """The program's own file: numbers by phase, text apart, NaN for a number that was not
+    finite."""
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.log({"phase": "training", "iteration": 1, "loss": 3.0, "learning_rate": 1e-3, "skipped_iters": 0})
-    file.log({"phase": "training", "iteration": 2, "loss": math.inf, "skip_reason": "iteration 2: loss inf"})
+    file.log(
+        {
+            "phase": "training",
+            "iteration": 1,
+            "loss": 3.0,
+            "learning_rate": 1e-3,
+            "skipped_iters": 0,
+        }
+    )
+    file.log(
+        {
+            "phase": "training",
+            "iteration": 2,
+            "loss": math.inf,
+            "skip_reason": "iteration 2: loss inf",
+        }
+    )
     file.log({"phase": "validation", "iteration": 2, "loss": 2.5, "loss/books": 2.25})
     file.close()
     run = watched(tmp_path).metrics
-    assert run.phases() == ["training", "validation"] and run.names("validation") == ["iteration", "loss", "loss/books"]
+    assert run.phases() == ["training", "validation"] and run.names("validation") == [
+        "iteration",
+        "loss",
+        "loss/books",
+    ]
     assert losses(run)[1] == 3.0 and math.isnan(losses(run)[2])
     assert losses(run, "validation") == {2: 2.5} and len(run.curve("test", "loss")) == 0
-    assert run.dropped == {2: "iteration 2: loss inf"} and run.last["validation"]["loss/books"] == 2.25
+    assert (
+        run.dropped == {2: "iteration 2: loss inf"} and run.last["validation"]["loss/books"] == 2.25
+    )
     assert run.curve("training", "loss").finite().iterations.tolist() == [1]
 
 
 def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
-    """The second start goes on after iteration 20 with another log interval: nothing of the first is left beyond."""
+    """The second start goes on after iteration 20 with another log interval: nothing of the first
+    is left beyond."""
     first = [line(at, 10.0 + at) for at in (10, 20, 30, 40)] + [
         line(20, 5.0, "validation"),
         line(40, 4.0, "validation"),
@@ -64,7 +107,11 @@ def test_a_later_start_replaces_what_it_repeats(tmp_path: Path) -> None:
 
 def test_a_start_that_begins_with_an_evaluation_keeps_its_iteration(tmp_path: Path) -> None:
     """A stop came before the validation of iteration 20, so the next start makes up for it."""
-    run = watched(write(tmp_path, line(20), line(30), line(20, 5.0, "validation", run=1), line(30, 2.0, run=1))).metrics
+    run = watched(
+        write(
+            tmp_path, line(20), line(30), line(20, 5.0, "validation", run=1), line(30, 2.0, run=1)
+        )
+    ).metrics
     assert losses(run) == {20: 1.0, 30: 2.0} and losses(run, "validation") == {20: 5.0}
 
 
@@ -97,19 +144,29 @@ DAMAGES = (
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     """No line keeps the others from being read."""
     for damage in DAMAGES:
-        assert losses(watched(write(tmp_path, line(1), damage, line(2))).metrics) == {1: 1.0, 2: 1.0}, damage[:50]
+        assert losses(watched(write(tmp_path, line(1), damage, line(2))).metrics) == {
+            1: 1.0,
+            2: 1.0,
+        }, damage[:50]
 
 
 def test_numbers_that_json_allows(tmp_path: Path) -> None:
     """An integer beyond a float, NaN and infinities become NaN."""
     texts = ("1" + "0" * 400, "NaN", "Infinity", "-1e999", "null")
-    lines = [f'{{"phase": "training", "iteration": {at}, "loss": {text}}}\n' for at, text in enumerate(texts)]
-    assert all(math.isnan(loss) for loss in losses(watched(write(tmp_path, *lines)).metrics).values())
+    lines = [
+        f'{{"phase": "training", "iteration": {at}, "loss": {text}}}\n'
+        for at, text in enumerate(texts)
+    ]
+    assert all(
+        math.isnan(loss) for loss in losses(watched(write(tmp_path, *lines)).metrics).values()
+    )
 
 
 def test_runs_without_numbers(tmp_path: Path) -> None:
     """A missing file, a folder in its place and an empty file are one line."""
-    with pytest.raises(DataError, match=r"metrics.jsonl: No such file or directory; give the --experiment_dir"):
+    with pytest.raises(
+        DataError, match=r"metrics.jsonl: No such file or directory; give the --experiment_dir"
+    ):
         watched(tmp_path)
     with pytest.raises(DataError, match="has no record yet; wait"):
         watched(write(tmp_path, "\n"))
@@ -155,7 +212,9 @@ def test_a_thinned_curve_keeps_ends_and_extremes() -> None:
     values[54_321], values[12_345] = 100.0, -100.0
     thin = curve(list(values)).thinned(2000)
     assert 1000 < len(thin) <= 2000
-    assert (np.diff(thin.iterations) > 0).all() and {0, 12_345, 54_321, 99_999} <= set(thin.iterations.tolist())
+    assert (np.diff(thin.iterations) > 0).all() and {0, 12_345, 54_321, 99_999} <= set(
+        thin.iterations.tolist()
+    )
     assert (thin.values == values[thin.iterations]).all()
 
 

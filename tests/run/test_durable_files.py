@@ -26,7 +26,9 @@ def test_a_failed_replacement_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_folders_that_cannot_be_synced_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_synced_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some network file systems answer EINVAL; a real failure is raised."""
     for code, raised in ((errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)):
 

@@ -1,4 +1,5 @@
-"""Whatever ends a start early leaves its reason in exit.json, once: of a lost rank what is known, and nothing else."""
+"""Whatever ends a start early leaves its reason in exit.json, once: of a lost rank what is known,
+and nothing else."""
 
 import json
 import os
@@ -15,7 +16,14 @@ import pytest
 from megatron_lite.distributed import processes
 from megatron_lite.distributed.processes import Place, own_place
 from megatron_lite.distributed.traffic import Collective
-from megatron_lite.errors import PeerError, RunError, StoppedError, UnreachableError, UsageError, lost_peer
+from megatron_lite.errors import (
+    PeerError,
+    RunError,
+    StoppedError,
+    UnreachableError,
+    UsageError,
+    lost_peer,
+)
 from megatron_lite.run import ending, exit_status
 from megatron_lite.run.ending import Ending
 from tests.support.launch import ended_process
@@ -53,7 +61,8 @@ def ended(tmp_path: Path) -> tuple[int, str, str]:
 
 
 def test_a_stop_signal_during_the_set_up(start: Ending, tmp_path: Path) -> None:
-    """Nothing is lost and the same command goes on, as after a stop later; batch systems look at exit.json."""
+    """Nothing is lost and the same command goes on, as after a stop later; batch systems look at
+    exit.json."""
     with pytest.raises(LeaveError, match="75"):
         start.stopped(signal.SIGTERM)
     assert ended(tmp_path) == (
@@ -68,7 +77,9 @@ def test_a_stop_signal_names_the_checkpoint(start: Ending, tmp_path: Path) -> No
     start.newest, start.progress.phase = lambda: NEWEST, "the rendezvous"
     with pytest.raises(LeaveError, match="75"):
         start.stopped(signal.SIGUSR1)
-    resumes = "the same command resumes from the newest checkpoint, iteration 400 (/run/checkpoints/400)"
+    resumes = (
+        "the same command resumes from the newest checkpoint, iteration 400 (/run/checkpoints/400)"
+    )
     assert ended(tmp_path)[2] == f"stopped by SIGUSR1 in the rendezvous: nothing to save; {resumes}"
 
 
@@ -100,7 +111,9 @@ def test_exit_json_has_the_phase_of_a_start(start: Ending, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, 3), (0, -1)])
-def test_only_the_owner_says_that_it_starts(start: Ending, tmp_path: Path, rank: int, number: int) -> None:
+def test_only_the_owner_says_that_it_starts(
+    start: Ending, tmp_path: Path, rank: int, number: int
+) -> None:
     """Rank 0, and not before it has the directory."""
     start._rank, start.experiment.run = rank, number  # type: ignore[union-attr]
     start.progress.enter("the rendezvous")
@@ -110,7 +123,10 @@ def test_only_the_owner_says_that_it_starts(start: Ending, tmp_path: Path, rank:
 def test_a_stop_signal_after_a_peer_was_stopped(start: Ending, tmp_path: Path) -> None:
     """A scheduler signals all processes, and torchrun, which kept the store, has died of it."""
     exit_status.write_exit(str(tmp_path), 75, "stopped", "stopped by SIGUSR1", run=3)
-    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, ended_process())]
+    start.places = [
+        own_place(0),
+        Place(1, own_place(1).host, own_place(1).machine, ended_process()),
+    ]
     with pytest.raises(LeaveError, match="75"):
         start.stopped(signal.SIGUSR1)
     assert ended(tmp_path) == (75, "stopped", "stopped by SIGUSR1")
@@ -138,7 +154,9 @@ class FakeMeeting:
         self.parted = True
 
 
-def test_while_the_ranks_meet_the_first_reason_is_that_of_all(start: Ending, tmp_path: Path) -> None:
+def test_while_the_ranks_meet_the_first_reason_is_that_of_all(
+    start: Ending, tmp_path: Path
+) -> None:
     """torchrun signals the others when a rank has ended because of its own error."""
     meeting: Any = FakeMeeting(UsageError("rank 8: no GPU"))
     start.met(meeting)
@@ -151,9 +169,14 @@ def test_a_rank_that_loses_a_stopped_peer_was_stopped_too(start: Ending, tmp_pat
     """The backend reports a closed connection before this rank looks at the store."""
     meeting: Any = FakeMeeting(StoppedError("stopped by SIGTERM in the loading"))
     start.met(meeting)
-    start.places = [own_place(0), Place(1, own_place(1).host, own_place(1).machine, ended_process())]
+    start.places = [
+        own_place(0),
+        Place(1, own_place(1).host, own_place(1).machine, ended_process()),
+    ]
     assert start.report(GLOO)[0] == 75
-    assert ended(tmp_path) == (75, "stopped", "stopped by SIGTERM in the loading") and meeting.parted
+    assert (
+        ended(tmp_path) == (75, "stopped", "stopped by SIGTERM in the loading") and meeting.parted
+    )
 
 
 def test_a_stop_signal_after_the_death_of_a_peer(start: Ending, tmp_path: Path) -> None:
@@ -184,16 +207,21 @@ def test_the_last_exit_json_is_not_replaced(start: Ending, tmp_path: Path) -> No
     assert ended(tmp_path) == (0, "done", "training complete")
 
 
-def test_only_the_first_reason_is_reported(start: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_reason_is_reported(
+    start: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ending, "LAUNCHER_S", 0.1)
     start.report(MemoryError("first"))
     start.launcher_gone("second")
     assert ended(tmp_path)[0] == 7
 
 
-# -- a lost rank ------------------------------------------------------------------------------------------------------
+# -- a lost rank
+# ------------------------------------------------------------------------------------------------------
 
-GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:33484. GLHF!")
+GLOO = RuntimeError(
+    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:33484. GLHF!"
+)
 NEWEST = (400, Path("/run/checkpoints/400"))
 HERE = Place(0, "node0", "a", os.getpid())
 BESIDE = Place(1, "node0", "a", os.getpid())
@@ -211,13 +239,17 @@ def lose(start: Ending, places: Sequence[Place], error: Exception = GLOO) -> str
 def test_ranks_that_are_alive_are_not_accused(start: Ending) -> None:
     """On one host the step may just be slow; of another host nothing is known here but its name."""
     message = lose(start, [HERE, BESIDE])
-    assert message.startswith("all ranks are alive") and "iteration 400 (/run/checkpoints/400)" in message
+    assert (
+        message.startswith("all ranks are alive")
+        and "iteration 400 (/run/checkpoints/400)" in message
+    )
     message = lose(start, [HERE, BESIDE, ELSEWHERE])
     assert message.startswith("no rank of node0 is gone: one on another host (node1)")
 
 
 def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> None:
-    """Alive but silent: the others wait in a collective that this rank has not started. It may be on any machine."""
+    """Alive but silent: the others wait in a collective that this rank has not started. It may be
+    on any machine."""
     places = [HERE, BESIDE, ELSEWHERE]
     step = Collective(813, 0.0, "reduce", 8, "the step", 41)
     behind = Collective(812, 0.0, "gather", 8, "the save", 40)
@@ -228,7 +260,9 @@ def test_a_rank_that_came_less_far_than_the_others_is_named(start: Ending) -> No
     watch.heard.return_value = {BESIDE, ELSEWHERE}
     where = "in the save, iteration 40, after collective 812 (gather); the others wait in collective 813"
     message = lose(start, places, late)
-    assert message.startswith(f"no answer from rank 2 (process 1 on node1): alive, but it hangs {where}")
+    assert message.startswith(
+        f"no answer from rank 2 (process 1 on node1): alive, but it hangs {where}"
+    )
     watch.heard.return_value = {BESIDE}
     message = lose(start, places, late)
     why = "it cannot be reached, or its machine hangs; it was last heard of"
@@ -246,8 +280,11 @@ def test_a_loss_that_the_watch_has_found_says_where_the_run_resumes(start: Endin
     )
 
 
-def test_only_a_save_that_all_ranks_can_end_is_waited_for(start: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that cannot be reached writes no shard, so a save after a signal would wait for its time-out."""
+def test_only_a_save_that_all_ranks_can_end_is_waited_for(
+    start: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that cannot be reached writes no shard, so a save after a signal would wait for its
+    time-out."""
     waits = MagicMock()
     monkeypatch.setattr(start, "_let_it_save", waits)
     monkeypatch.setattr(start, "report", lambda error: (error.exit_code, error))
@@ -261,12 +298,16 @@ def test_only_a_save_that_all_ranks_can_end_is_waited_for(start: Ending, monkeyp
 def test_the_out_of_memory_killer_is_blamed_by_its_own_count(
     start: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/proc/vmstat counts its victims: a process more than at the start is evidence, the same number is none."""
+    """/proc/vmstat counts its victims: a process more than at the start is evidence, the same
+    number is none."""
     vmstat = tmp_path / "vmstat"
     monkeypatch.setattr(processes, "PROC", tmp_path)
     monkeypatch.setattr(processes, "process_state", lambda pid: "Z")
     places = [Place(0, "node0", "a", 1, oom_kills=3), Place(1, "node0", "a", 2, oom_kills=3)]
-    for count, words in ((3, "is often the work of the kernel's"), (4, "killer has ended a process on node0 since")):
+    for count, words in (
+        (3, "is often the work of the kernel's"),
+        (4, "killer has ended a process on node0 since"),
+    ):
         vmstat.write_text(f"oom_kill_other 9\noom_kill {count}\n")
         assert words in lose(start, places)
     vmstat.unlink()
@@ -279,14 +320,18 @@ def test_without_a_directory_nothing_resumes(start: Ending) -> None:
     assert "resume" not in message and "\n" not in message
 
 
-def test_the_words_of_a_rank_beside_the_lost_one_are_taken_over(start: Ending, tmp_path: Path) -> None:
+def test_the_words_of_a_rank_beside_the_lost_one_are_taken_over(
+    start: Ending, tmp_path: Path
+) -> None:
     """A rank of the same host can name the lost one, and writes exit.json first."""
     words = "lost rank 2 (process 1 on node1). ...\n  the same command resumes"
     exit_status.write_exit(str(tmp_path), 6, "failed", words, run=3)
     assert lose(start, [HERE, ELSEWHERE]) == words
 
 
-def test_a_rank_that_gave_its_reason_is_not_said_to_be_killed(start: Ending, tmp_path: Path) -> None:
+def test_a_rank_that_gave_its_reason_is_not_said_to_be_killed(
+    start: Ending, tmp_path: Path
+) -> None:
     exit_status.write_exit(str(tmp_path), 1, "failed", "IndexError: no\nmore", run=3)
     assert lose(start, [HERE, ELSEWHERE]) == "lost a rank, which failed by itself: IndexError: no"
     exit_status.write_exit(str(tmp_path), 1, "failed", "of an earlier start", run=2)

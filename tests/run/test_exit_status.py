@@ -1,4 +1,5 @@
-"""exit.json tells how the latest start ended, on a full disk too, and belongs to the run that has the directory."""
+"""exit.json tells how the latest start ended, on a full disk too, and belongs to the run that has
+the directory."""
 
 import errno
 import json
@@ -19,7 +20,8 @@ from tests.support.launch import read_exit
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on no file gets another block: new files stay empty, and a write beyond the blocks of a file fails."""
+    """From now on no file gets another block: new files stay empty, and a write beyond the blocks
+    of a file fails."""
     write = os.write
 
     def full(descriptor: int, data: bytes) -> int:
@@ -41,32 +43,40 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_does_not_keep_the_ending_of_an_earlier_start(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The space for the ending is taken when the run begins; a longer message is cut to it, in any characters.
+    """The space for the ending is taken when the run begins; a longer message is cut to it, in any
+    characters.
 
     Advice on memory is not cut: ten options are more than there are.
     """
     died = OutOfMemoryError(message)
-    died.remedies = [Remedy("mlp_recompute_level", "activation", 2**50, "--mlp_recompute_level=activation")] * 10
+    died.remedies = [
+        Remedy("mlp_recompute_level", "activation", 2**50, "--mlp_recompute_level=activation")
+    ] * 10
     died.snapshot = "/folder" * 60
     exit_status.write_exit(str(tmp_path), None, "running", "", run=3)
     assert read_exit(tmp_path)["status"] == "running"
     fill_disk(monkeypatch)
-    exit_status.write_exit(str(tmp_path), 8, "failed", message, run=3, details={"detail": "x" * 400, **died.details()})
+    exit_status.write_exit(
+        str(tmp_path), 8, "failed", message, run=3, details={"detail": "x" * 400, **died.details()}
+    )
     ended = read_exit(tmp_path)
     assert len(ended["advice"]) == 10
     assert (ended["exit_code"], ended["status"], ended["run"]) == (8, "failed", 3)
-    assert message.startswith(ended["message"].removesuffix(" (cut)")) and len(ended["message"]) >= min(
-        800, len(message)
-    )
+    assert message.startswith(ended["message"].removesuffix(" (cut)")) and len(
+        ended["message"]
+    ) >= min(800, len(message))
 
 
-def test_an_exit_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The console says that the file is of an earlier start."""
     (tmp_path / "exit.json").mkdir()
     exit_status.write_exit(str(tmp_path), 8, "failed", "", run=3)
     said = capsys.readouterr().err
     assert (
-        said == f"WARNING: cannot write {tmp_path}/exit.json, which tells how an earlier start ended: Is a directory\n"
+        said
+        == f"WARNING: cannot write {tmp_path}/exit.json, which tells how an earlier start ended: Is a directory\n"
     )
 
 
@@ -96,7 +106,8 @@ def test_a_signal_while_this_start_takes_the_directory(tmp_path: Path) -> None:
     lock.release()
 
 
-# -- ranks that leave the printing to another one ---------------------------------------------------------------------
+# -- ranks that leave the printing to another one
+# ---------------------------------------------------------------------
 
 
 class EndedError(Exception):
@@ -107,7 +118,12 @@ class EndedError(Exception):
 def silent_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make this process rank 1 of torchrun; return the file for torchrun."""
     path = tmp_path / "error.json"
-    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(path)}
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_ERROR_FILE": str(path),
+    }
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     return path
@@ -123,9 +139,13 @@ def wrong_flag() -> None:
 
 @pytest.mark.parametrize("fails", [wrong_flag, missing_package])
 def test_a_silent_rank_tells_torchrun_and_waits_for_its_end(
-    fails: Callable[[], None], silent_rank: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fails: Callable[[], None],
+    silent_rank: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A rank that ends makes torchrun end rank 0, which may still be importing and has said nothing."""
+    """A rank that ends makes torchrun end rank 0, which may still be importing and has said
+    nothing."""
     handler = signal.getsignal(signal.SIGTERM)
 
     def slept(seconds: float) -> None:
@@ -143,7 +163,10 @@ def test_a_silent_rank_tells_torchrun_and_waits_for_its_end(
 
 
 def test_a_silent_rank_that_nobody_ends_speaks_for_itself(
-    silent_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    silent_rank: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its command line alone is wrong, and rank 0 waits for it."""
     monkeypatch.setattr(exit_status.time, "sleep", lambda seconds: None)

@@ -1,4 +1,5 @@
-"""One start at a time has an experiment directory, on whatever machine, and an owner that lost it finds out."""
+"""One start at a time has an experiment directory, on whatever machine, and an owner that lost it
+finds out."""
 
 import fcntl
 import json
@@ -21,7 +22,8 @@ from tests.support.launch import ended_process
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty experiment directory, whose owners give signs of life ten times as often as usual."""
+    """An empty experiment directory, whose owners give signs of life ten times as often as
+    usual."""
     monkeypatch.setattr(experiment, "BEAT_S", 0.1)
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
@@ -45,18 +47,22 @@ def abandoned(root: Path, age_s: float, **changes: Any) -> Path:
 
 
 def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:
-    """Host, process and user, within two seconds; after the end of the first the next number is free at once."""
+    """Host, process and user, within two seconds; after the end of the first the next number is
+    free at once."""
     first = taken(root)
     begun_s = time.monotonic()
     with pytest.raises(StorageError) as caught:
         taken(root)
     assert time.monotonic() - begun_s < 2
     holder = experiment.read_holder(first._descriptor)
-    assert f"another run is using it, process {os.getpid()} of {holder.user} on {holder.host}, since 20" in str(
-        caught.value
+    assert (
+        f"another run is using it, process {os.getpid()} of {holder.user} on {holder.host}, since 20"
+        in str(caught.value)
     )
     assert not caught.value.recorded, "exit.json belongs to the first"
-    assert sorted(path.name for path in (root / "runs").iterdir()) == ["0"], "nothing is left of the second"
+    assert sorted(path.name for path in (root / "runs").iterdir()) == ["0"], (
+        "nothing is left of the second"
+    )
     first.check()
     first.release()
     assert not (first.folder / LOCK_FILE).exists()
@@ -64,9 +70,12 @@ def test_a_second_start_is_told_who_has_the_directory(root: Path) -> None:
 
 
 def test_rank_0_has_the_directory_before_the_ranks_meet(root: Path) -> None:
-    """A refusal waits until all ranks can hear it, and such a start does not own exit.json even once it is free."""
+    """A refusal waits until all ranks can hear it, and such a start does not own exit.json even
+    once it is free."""
     config = tiny_config(1, experiment_dir=str(root))
-    alone: Any = SimpleNamespace(rank=0, gather_objects=lambda value: [value], broadcast_object=lambda value: value)
+    alone: Any = SimpleNamespace(
+        rank=0, gather_objects=lambda value: [value], broadcast_object=lambda value: value
+    )
     first, other_rank, second = (Experiment(config, rank) for rank in (0, 1, 0))
     assert (first.run, other_rank.run, second.run) == (0, -1, -1)
     assert first.checkpoints == other_rank.checkpoints == root / "checkpoints"
@@ -80,7 +89,8 @@ def test_rank_0_has_the_directory_before_the_ranks_meet(root: Path) -> None:
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
-    """Neither a process number that is free, however fresh the heartbeat, nor one that another process has got."""
+    """Neither a process number that is free, however fresh the heartbeat, nor one that another
+    process has got."""
     here = experiment.machine_name()
     abandoned(root, 0.0, machine=here, pid=ended_process())
     second = taken(root)
@@ -92,7 +102,8 @@ def test_a_dead_process_of_this_machine_holds_nothing(root: Path) -> None:
 
 
 def test_a_living_process_without_a_flock_keeps_the_directory(root: Path) -> None:
-    """A file system may have no flock, and a stopped process (SIGSTOP) no heartbeat: no reasons to take over."""
+    """A file system may have no flock, and a stopped process (SIGSTOP) no heartbeat: no reasons to
+    take over."""
     here, ticks = experiment.machine_name(), experiment.start_ticks(os.getppid())
     abandoned(root, 3600.0, machine=here, pid=os.getppid(), start_ticks=ticks)
     with pytest.raises(StorageError, match="another run is using it"):
@@ -124,7 +135,8 @@ def test_a_heartbeat_from_another_machine_refuses_within_two_seconds(root: Path)
 def test_a_silent_owner_on_another_machine_is_waited_for(
     root: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
-    """Taken over once the last heartbeat is old enough, not before; an empty lock (a power cut) is judged alike."""
+    """Taken over once the last heartbeat is old enough, not before; an empty lock (a power cut) is
+    judged alike."""
     monkeypatch.setattr(experiment, "DEAD_AFTER_S", 0.4)
     path = abandoned(root, 0.0)
     if damaged:
@@ -155,7 +167,9 @@ def test_of_many_starters_at_once_one_wins(root: Path, left: str) -> None:
         winners = []
         refused = []
 
-        def start(together: threading.Barrier = together, winners: list = winners, refused: list = refused) -> None:  # type: ignore[type-arg]
+        def start(
+            together: threading.Barrier = together, winners: list = winners, refused: list = refused
+        ) -> None:  # type: ignore[type-arg]
             lock = FolderLock(root)
             together.wait()
             try:
@@ -176,7 +190,8 @@ def test_of_many_starters_at_once_one_wins(root: Path, left: str) -> None:
 
 
 def test_an_owner_that_wakes_up_finds_its_successor(root: Path) -> None:
-    """A process that was stopped for over a minute learns of the takeover before it writes; so does its watcher."""
+    """A process that was stopped for over a minute learns of the takeover before it writes; so does
+    its watcher."""
     first, told = taken(root), threading.Event()
     first._ended.set()  # as if it were stopped
     record = json.loads((first.folder / LOCK_FILE).read_text())
@@ -184,7 +199,9 @@ def test_an_owner_that_wakes_up_finds_its_successor(root: Path) -> None:
     os.utime(first.folder / LOCK_FILE, times=(0, 0))
     fcntl.flock(first._descriptor, fcntl.LOCK_UN)  # flock is per machine there
     second = taken(root)
-    with pytest.raises(FolderLostError, match=rf"another run took it over \(process {os.getpid()} of"):
+    with pytest.raises(
+        FolderLostError, match=rf"another run took it over \(process {os.getpid()} of"
+    ):
         first.check()
     second.check()
     first._ended, first.on_loss = threading.Event(), lambda error: told.set()
@@ -206,7 +223,10 @@ def test_a_moved_or_removed_directory_is_lost(root: Path, replaced: bool) -> Non
     for lock in (owner, other_rank):
         with pytest.raises(FolderLostError, match="moved or removed") as caught:
             lock.check()
-        assert not caught.value.recorded and (f"of process {os.getpid()}" in str(caught.value)) == replaced
+        assert (
+            not caught.value.recorded
+            and (f"of process {os.getpid()}" in str(caught.value)) == replaced
+        )
     shutil.rmtree(root, ignore_errors=True)
     moved.rename(root)
     owner.check()
@@ -222,5 +242,7 @@ def test_a_rank_without_the_common_file_system_is_named(
     (tmp_path / "local").mkdir()
     stranger = taken(tmp_path / "local")
     for place, nonce in ((tmp_path / "nothing", owner.nonce), (stranger.root, owner.nonce)):
-        with pytest.raises(StorageError, match=f"does not see {place}/runs/0/{LOCK_FILE}, which rank 0 wrote"):
+        with pytest.raises(
+            StorageError, match=f"does not see {place}/runs/0/{LOCK_FILE}, which rank 0 wrote"
+        ):
             FolderLock(place).see(owner.run, nonce)

@@ -1,4 +1,5 @@
-"""The threads of a process: from the work, the cores and the ranks, never from the load; and they spin only shortly."""
+"""The threads of a process: from the work, the cores and the ranks, never from the load; and they
+spin only shortly."""
 
 import os
 import subprocess
@@ -34,14 +35,24 @@ def test_threads_follow_from_the_work_and_a_fair_share() -> None:
         (4096, 8192, 96, 8, 12),
         (16, 1, 1, 1, 1),
     ):
-        config = tiny_config(hidden_size=hidden_size, sequence_length=tokens, micro_batch_size=1, batch_size=1)
-        assert threads_of(config, cores, ranks).number == expected, (hidden_size, tokens, cores, ranks)
+        config = tiny_config(
+            hidden_size=hidden_size, sequence_length=tokens, micro_batch_size=1, batch_size=1
+        )
+        assert threads_of(config, cores, ranks).number == expected, (
+            hidden_size,
+            tokens,
+            cores,
+            ranks,
+        )
 
 
 def test_ranks_that_share_layers_share_the_work() -> None:
     """Four ranks have a quarter of each product."""
     options = dict(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
-    numbers = [threads_of(tiny_config(ranks, tensor_parallel=ranks, **options), 64, 1).number for ranks in (1, 4)]
+    numbers = [
+        threads_of(tiny_config(ranks, tensor_parallel=ranks, **options), 64, 1).number
+        for ranks in (1, 4)
+    ]
     assert numbers == [18, 4]
 
 
@@ -53,13 +64,21 @@ def test_cores_are_those_of_the_affinity_and_the_quota(monkeypatch: pytest.Monke
 
 
 def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As srun binds them: the affinity of each is its share. A quota of time is divided by all ranks of the machine."""
+    """As srun binds them: the affinity of each is its share. A quota of time is divided by all
+    ranks of the machine."""
     bound = [Place(rank, "host", "machine", 1, cores=0b1111 << 4 * rank) for rank in range(2)]
     free = [Place(rank, "host", f"container {rank}", 1, cores=0xFF) for rank in range(2)]
-    pairs = [Place(rank, "host", "machine", 1, cores=0b1111 << 4 * (rank // 2)) for rank in range(4)]
+    pairs = [
+        Place(rank, "host", "machine", 1, cores=0b1111 << 4 * (rank // 2)) for rank in range(4)
+    ]
     unknown = [Place(rank, "host", "machine", 1) for rank in range(2)]
-    assert [sharing_cores(places, 1, local) for places, local in ((bound, range(2)), (free, range(2)))] == [1, 2]
-    assert [sharing_cores(places, 1, local) for places, local in ((pairs, range(4)), (unknown, range(2)))] == [2, 2]
+    assert [
+        sharing_cores(places, 1, local) for places, local in ((bound, range(2)), (free, range(2)))
+    ] == [1, 2]
+    assert [
+        sharing_cores(places, 1, local)
+        for places, local in ((pairs, range(4)), (unknown, range(2)))
+    ] == [2, 2]
     config = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
     monkeypatch.setattr(host, "available_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -80,14 +99,23 @@ def test_ranks_with_cores_of_their_own_do_not_divide_them(monkeypatch: pytest.Mo
             {"cpu/jobs/7/cpu.cfs_quota_us": "200000\n", "cpu/jobs/7/cpu.cfs_period_us": "100000\n"},
             2.0,
         ),
-        ("3:cpu:/docker/7\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        (
+            "3:cpu:/docker/7\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            None,
+        ),
         (None, {}, None),
     ],
 )
 def test_the_quota_is_the_smallest_of_all_groups_around(
-    own: str | None, files: dict[str, str], expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: str | None,
+    files: dict[str, str],
+    expected: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of `systemd-run -p CPUQuota=150%`, a container or a batch job; files of control groups 2 and 1."""
+    """As of `systemd-run -p CPUQuota=150%`, a container or a batch job; files of control groups 2
+    and 1."""
     (tmp_path / "groups").mkdir()
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -121,14 +149,19 @@ def test_the_quota_is_the_smallest_of_all_groups_around(
             },
             120,
         ),
-        ("0::/job\n", {"job/memory.max": "500\n", "job/memory.current": "600\n", "job/memory.stat": "\n"}, 0),
+        (
+            "0::/job\n",
+            {"job/memory.max": "500\n", "job/memory.current": "600\n", "job/memory.stat": "\n"},
+            0,
+        ),
         ("0::/\n", {"memory.max": "max\n"}, 1000 * 1024),
     ],
 )
 def test_memory_is_what_the_machine_and_all_groups_leave(
     own: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MemAvailable, unless a control group of version 2 or 1, the process's own or one around it, leaves less."""
+    """MemAvailable, unless a control group of version 2 or 1, the process's own or one around it,
+    leaves less."""
     for name, text in {"meminfo": "MemFree: 9 kB\nMemAvailable:   1000 kB\n", "own": own}.items():
         (tmp_path / name).write_text(text)
     for name, text in files.items():
@@ -142,10 +175,15 @@ def test_memory_is_what_the_machine_and_all_groups_leave(
 
 
 def said(code: str, without: tuple[str, ...], **variables: str) -> str:
-    """What a new Python process prints; no variable of its environment begins with a word of `without`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    """What a new Python process prints; no variable of its environment begins with a word of
+    `without`."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(without)
+    }
     environment |= {"PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -159,11 +197,13 @@ VARIABLES: list[dict[str, str]] = [
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity")
 @pytest.mark.skipif(not onednn_is_exact(), reason="oneDNN rounds fp32 factors on this processor")
 @pytest.mark.parametrize(
-    "variables", [VARIABLES[0], *(pytest.param(some, marks=pytest.mark.slow) for some in VARIABLES[1:])], ids=str
+    "variables",
+    [VARIABLES[0], *(pytest.param(some, marks=pytest.mark.slow) for some in VARIABLES[1:])],
+    ids=str,
 )
 def test_openmp_hides_no_core_and_gives_all_threads(variables: dict[str, str]) -> None:
-    """Cores are counted before OpenMP binds this thread to one. With fewer threads than asked, oneDNN would leave
-    blocks of a product as they were in memory."""
+    """Cores are counted before OpenMP binds this thread to one. With fewer threads than asked,
+    oneDNN would leave blocks of a product as they were in memory."""
     code = (
         "import os; from megatron_lite.run.host import available_cores, prepare_libraries, _quota; "
         "cores = len(os.sched_getaffinity(0)); prepare_libraries(); import torch; torch.set_num_threads(2); "
@@ -174,7 +214,8 @@ def test_openmp_hides_no_core_and_gives_all_threads(variables: dict[str, str]) -
 
 
 def test_the_users_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OMP_THREAD_LIMIT caps the chosen and the user's own number, and the threads of generation and evaluation."""
+    """OMP_THREAD_LIMIT caps the chosen and the user's own number, and the threads of generation and
+    evaluation."""
     large = tiny_config(hidden_size=384, sequence_length=2048, micro_batch_size=1, batch_size=1)
     monkeypatch.setattr(host, "available_cores", lambda: 8)
     for given, limit, expected in (
@@ -202,7 +243,15 @@ def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are read as OpenMP reads them, so the first of a list counts."""
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for text, expected in (("3", 3), ("1", 1), (" 2 ", 2), ("+4", 4), ("4,1", 4), (" 3 , 2", 3), ("007", 7)):
+    for text, expected in (
+        ("3", 3),
+        ("1", 1),
+        (" 2 ", 2),
+        ("+4", 4),
+        ("4,1", 4),
+        (" 3 , 2", 3),
+        ("007", 7),
+    ):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert launch.requested_threads() == expected
     for text in ("", " ", "0", "-1", "many", "3.5", "2 3", ",2", "²"):
@@ -210,7 +259,9 @@ def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch.requested_threads() is None
     for text in ("100000", "9" * 200):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        with pytest.raises(UsageError, match="environment variable OMP_NUM_THREADS=.* is too large"):
+        with pytest.raises(
+            UsageError, match="environment variable OMP_NUM_THREADS=.* is too large"
+        ):
             launch.requested_threads()
 
 
@@ -229,7 +280,10 @@ def test_one_thread_by_torchrun_is_not_the_users(given: bool) -> None:
     "name",
     [
         *(None, "OMP_WAIT_POLICY"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+        ),
     ],
 )
 def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
@@ -242,15 +296,25 @@ def test_threads_sleep_after_a_short_wait_unless_the_user_says_otherwise(
         monkeypatch.setenv(name, "7")
     host.limit_spinning()
     ours = str(host.SPINS)  # beside KMP_BLOCKTIME, too, which GNU's OpenMP does not know
-    assert os.environ.get("OMP_WAIT_POLICY") == ({None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name))
-    assert os.environ.get("GOMP_SPINCOUNT") == {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": None}.get(name or "", ours)
+    assert os.environ.get("OMP_WAIT_POLICY") == (
+        {None: "PASSIVE", "OMP_WAIT_POLICY": "7"}.get(name)
+    )
+    assert os.environ.get("GOMP_SPINCOUNT") == {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": None}.get(
+        name or "", ours
+    )
 
 
 def test_every_command_that_computes_prepares_libraries_before_torch_is_imported() -> None:
-    """OpenMP reads its variables when its library is loaded; `main` and what it imports come later."""
-    flags = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --train_iters=1"
+    """OpenMP reads its variables when its library is loaded; `main` and what it imports come
+    later."""
+    flags = (
+        "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=16 --train_iters=1"
+    )
     flags += " --dataset_source=random"
-    commands = [str(ROOT / name) for name in ("pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py")]
+    commands = [
+        str(ROOT / name)
+        for name in ("pretrain_gpt.py", "scripts/generate.py", "scripts/evaluate.py")
+    ]
     code = (
         "import runpy, sys, megatron_lite.run.host as host\n"
         "def prepared(): assert 'torch' not in sys.modules; sys.exit('prepared')\n"
@@ -265,10 +329,14 @@ def test_every_command_that_computes_prepares_libraries_before_torch_is_imported
 
 def test_the_log_says_how_many_threads_and_why() -> None:
     outcome = run([*TINY, "--device=cpu"])
-    assert f"{THREADS} thread{'s' if THREADS > 1 else ''} per rank (OMP_NUM_THREADS)" in outcome.output
+    assert (
+        f"{THREADS} thread{'s' if THREADS > 1 else ''} per rank (OMP_NUM_THREADS)" in outcome.output
+    )
 
 
-def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_how_many_of_the_cores_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for cores, words in ((8, "cpu, 8 cores, "), (3, "cpu, 3 of 8 cores, ")):
         monkeypatch.setattr(banner, "available_cores", lambda cores=cores: cores)
@@ -276,9 +344,12 @@ def test_the_log_says_how_many_of_the_cores_this_process_may_use(monkeypatch: py
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-@pytest.mark.parametrize("variable", [None, pytest.param("MALLOC_ARENA_MAX", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variable", [None, pytest.param("MALLOC_ARENA_MAX", marks=pytest.mark.slow)]
+)
 def test_freed_memory_is_used_again(variable: str | None) -> None:
-    """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set glibc's variables."""
+    """Blocks of 2 to 20 MiB take new pages once and not a hundred times, unless the user has set
+    glibc's variables."""
     code = (
         "import resource; from megatron_lite.run.host import prepare_libraries; prepare_libraries(); "
         "import numpy; faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "

@@ -1,4 +1,5 @@
-"""A rank ends soon after torchrun, whatever it does; a rank of another launcher does not. Launchers are stand-ins."""
+"""A rank ends soon after torchrun, whatever it does; a rank of another launcher does not. Launchers
+are stand-ins."""
 
 import os
 import signal
@@ -52,7 +53,8 @@ class Launched:
         script: bool = False,
         program: list[str] | None = None,
     ) -> None:
-        """program: in place of the stand-in for a rank, a program of this repository with its arguments."""
+        """program: in place of the stand-in for a rank, a program of this repository with its
+        arguments."""
         rank = [sys.executable, *(program or ["-c", RANK, does, str(delay_s)])]
         command = ["bash", "-c", '"$@"; true', "script", *rank] if script else rank
         self._early = delay_s > 0 or program is not None
@@ -104,24 +106,37 @@ def launched() -> Iterator[list[Launched]]:
 
 
 def test_a_rank_ends_soon_after_torchrun(launched: list[Launched]) -> None:
-    """In a system call, in Python, behind a script, and when torchrun was dead before the rank looked: at once, with a
-    line that names torchrun. In a C function that keeps Python's lock: the kernel ends the rank after as many seconds
-    as the number of a signal, five."""
+    """In a system call, in Python, behind a script, and when torchrun was dead before the rank
+    looked: at once, with a line that names torchrun. In a C function that keeps Python's lock: the
+    kernel ends the rank after as many seconds as the number of a signal, five."""
     assert launcher_watch.DEATH_SIGNAL == 5
-    launched += [Launched("waits"), Launched("works"), Launched("waits", script=True), Launched("waits", delay_s=0.7)]
+    launched += [
+        Launched("waits"),
+        Launched("works"),
+        Launched("waits", script=True),
+        Launched("waits", delay_s=0.7),
+    ]
     launched.append(Launched("stuck"))
     for one in launched:
         one.kill_launcher()
     for one in launched[:4]:
         assert one.rank_ends(within_s=4.0), one.said
-        assert one.said.startswith(b"ERROR: torchrun") and b"is gone" in one.said and one.said.count(b"\n") == 1
+        assert (
+            one.said.startswith(b"ERROR: torchrun")
+            and b"is gone" in one.said
+            and one.said.count(b"\n") == 1
+        )
     assert not launched[4].rank_ends(within_s=0.9), "the thread does not get Python's lock"
     assert launched[4].rank_ends(within_s=4.0) and launched[4].said == b""
 
 
 def test_every_program_for_several_ranks_watches_torchrun(launched: list[Launched]) -> None:
-    """Those that read a model or repeat a step, too: they say why they end, before they look at their arguments."""
-    programs = [["generate.py", "--model=none", "--prompt=x"], ["evaluate.py", "--model=none", "--text=x"]]
+    """Those that read a model or repeat a step, too: they say why they end, before they look at
+    their arguments."""
+    programs = [
+        ["generate.py", "--model=none", "--prompt=x"],
+        ["evaluate.py", "--model=none", "--text=x"],
+    ]
     for name, *arguments in [*programs, ["replay_step.py", "none"]]:
         launched.append(Launched("", program=[f"scripts/{name}", *arguments]))
     for one in launched:
@@ -131,10 +146,16 @@ def test_every_program_for_several_ranks_watches_torchrun(launched: list[Launche
         assert one.said.startswith(b"ERROR: torchrun") and one.said.count(b"\n") == 1, one.said
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="other systems do not show who started a process")
+@pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="other systems do not show who started a process"
+)
 def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(launched: list[Launched]) -> None:
-    """Started by srun or by hand, without torchrun's variables; or with old ones, in the session of a shell."""
-    launched += [Launched("waits", name="srun", marks={"RANK": "0"}), Launched("waits", name="shell")]
+    """Started by srun or by hand, without torchrun's variables; or with old ones, in the session of
+    a shell."""
+    launched += [
+        Launched("waits", name="srun", marks={"RANK": "0"}),
+        Launched("waits", name="shell"),
+    ]
     for one in launched:
         one.kill_launcher()
     for one in launched:
@@ -143,14 +164,21 @@ def test_a_rank_that_torchrun_did_not_start_outlives_its_parent(launched: list[L
         assert one.rank_ends(within_s=10)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="other systems do not show who started a process")
-def test_torchrun_that_ends_while_a_rank_looks_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends gives back its memory first: for a moment it is the parent, and nothing says what it was."""
+@pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="other systems do not show who started a process"
+)
+def test_torchrun_that_ends_while_a_rank_looks_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends gives back its memory first: for a moment it is the parent, and nothing
+    says what it was."""
     (tmp_path / "100").mkdir()
     (tmp_path / "100" / "stat").write_text("100 (python3.11) R 1 100 100 0 -1 4194308 0 0")
     (tmp_path / "100" / "environ").touch()
     parents = iter([100, 100, 1, 1, 1, 1])
     monkeypatch.setattr(processes, "PROC", tmp_path)
     monkeypatch.setattr(launcher_watch.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(launcher_watch.os, "getsid", lambda pid: pid)  # torchrun gives each rank a session of its own
+    monkeypatch.setattr(
+        launcher_watch.os, "getsid", lambda pid: pid
+    )  # torchrun gives each rank a session of its own
     assert launcher_watch.launcher_of(MARKS) == launcher_watch.GONE

@@ -76,8 +76,17 @@ def test_recorded_command_lines_have_no_secrets() -> None:
     """Values are hidden in both spellings, after `=` or as words; everything else is unchanged."""
     plain = ["--lr=1", "--data_path", "a", "b", "--gated"]
     for flag in ("--export_callback_env", "--export-callback-env"):
-        assert without_secrets([*plain, f"{flag}={SECRET}", *plain]) == [*plain, f"{flag}=...", *plain]
-        assert without_secrets([flag, f'{{"A": "{SECRET}', SECRET, "--gated"]) == [flag, "...", "...", "--gated"]
+        assert without_secrets([*plain, f"{flag}={SECRET}", *plain]) == [
+            *plain,
+            f"{flag}=...",
+            *plain,
+        ]
+        assert without_secrets([flag, f'{{"A": "{SECRET}', SECRET, "--gated"]) == [
+            flag,
+            "...",
+            "...",
+            "--gated",
+        ]
 
 
 def test_longer_values_are_masked_first_and_short_ones_never() -> None:

@@ -1,4 +1,5 @@
-"""SIGUSR2 writes the stacks of every thread and the newest collectives to a file; the program goes on."""
+"""SIGUSR2 writes the stacks of every thread and the newest collectives to a file; the program goes
+on."""
 
 import ctypes
 import os
@@ -37,8 +38,8 @@ def program(folder: Path, ready: Connection, line: Connection) -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_stacks_while_a_library_keeps_pythons_lock(asked: bool, tmp_path: Path) -> None:
-    """The signal handler writes the stacks itself, long before any thread can run Python. A run that nobody asked
-    leaves no file."""
+    """The signal handler writes the stacks itself, long before any thread can run Python. A run
+    that nobody asked leaves no file."""
     file = tmp_path / "artifacts" / "stacks_rank_003.txt"
     (ready, is_ready), (line, sender) = FORKSERVER.Pipe(duplex=False), FORKSERVER.Pipe(duplex=False)
     process = FORKSERVER.Process(target=program, args=(file.parent, is_ready, line))
@@ -54,7 +55,10 @@ def test_stacks_while_a_library_keeps_pythons_lock(asked: bool, tmp_path: Path) 
     process.join(20)
     assert process.exitcode == 0, "it goes on"
     if not asked:
-        assert list(tmp_path.iterdir()) == [tmp_path / "stderr"] and not (tmp_path / "stderr").read_text()
+        assert (
+            list(tmp_path.iterdir()) == [tmp_path / "stderr"]
+            and not (tmp_path / "stderr").read_text()
+        )
         return
     text = file.read_text()
     assert "\n  1 " in text and " reduce, 1,024 bytes, the step, iteration 41" in text

@@ -1,4 +1,5 @@
-"""What asks a run to stop: some signals, a number of minutes after its beginning, or the end of its Slurm job."""
+"""What asks a run to stop: some signals, a number of minutes after its beginning, or the end of its
+Slurm job."""
 
 import datetime
 import os
@@ -26,7 +27,8 @@ from megatron_lite.run.stop_signal import (
 from tests.support.harness import tiny_config, usual_signals
 from tests.support.launch import ROOT
 
-# A fork for each signal, with SIGHUP ignored for a negative number: the interpreter starts and imports once.
+# A fork for each signal, with SIGHUP ignored for a negative number: the interpreter starts and
+# imports once.
 PROGRAM = """
 import os, signal, sys, time
 from megatron_lite.run.stop_signal import StopSignal
@@ -53,9 +55,12 @@ time.sleep(0.1)
 
 
 def test_a_signal_is_a_request_until_all_is_saved() -> None:
-    """A closed terminal (SIGHUP) asks to save, too, but not under nohup, where SIGHUP is ignored from the start. After
-    the last save no signal changes the exit code."""
-    expected = {number: int(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
+    """A closed terminal (SIGHUP) asks to save, too, but not under nohup, where SIGHUP is ignored
+    from the start. After the last save no signal changes the exit code."""
+    expected = {
+        number: int(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    }
     expected |= {-signal.SIGHUP: 0}
     command = [sys.executable, "-c", PROGRAM, *(str(int(number)) for number in expected)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -64,14 +69,20 @@ def test_a_signal_is_a_request_until_all_is_saved() -> None:
 
 
 def test_signals_are_ignored_as_soon_as_a_peer_may_end() -> None:
-    """Leaving the process groups takes time; a second signal within would replace the exit code of a saved run."""
+    """Leaving the process groups takes time; a second signal within would replace the exit code of
+    a saved run."""
     run = MagicMock()
     close(run, 75, "stopped")
     steps = [call[0] for call in run.mock_calls]
-    assert steps.index("distributed.barrier") < steps.index("stop.ignore") < steps.index("distributed.close")
+    assert (
+        steps.index("distributed.barrier")
+        < steps.index("stop.ignore")
+        < steps.index("distributed.close")
+    )
 
 
-# -- limits on the time ---------------------------------------------------------------------------------------------
+# -- limits on the time
+# ---------------------------------------------------------------------------------------------
 
 NOW_S = 1_800_000_000.0
 
@@ -82,12 +93,15 @@ def passed(limits: Sequence[TimeLimit]) -> int:
 
 
 def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour that somebody adds to the time of day, or takes from it, changes no minute of --max_minutes."""
+    """An hour that somebody adds to the time of day, or takes from it, changes no minute of
+    --max_minutes."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1800001000")
     config = tiny_config(max_minutes=10.0, stop_before_end_s=300.0, experiment_dir="/x")
     now = {"clock": 5.0, "wall clock": NOW_S}
     limits = time_limits(config, lambda: now["clock"], lambda: now["wall clock"])
-    assert [limit.number for limit in limits] == [MAX_MINUTES, BEFORE_END] and idle_limit(config, limits) is None
+    assert [limit.number for limit in limits] == [MAX_MINUTES, BEFORE_END] and idle_limit(
+        config, limits
+    ) is None
     assert [limit.left_s() for limit in limits] == [600, 700]
     assert limits[1].describe().endswith(" (--stop_before_end_s)")
     for now["wall clock"] in (NOW_S, NOW_S + 699, NOW_S - 3600):
@@ -108,18 +122,26 @@ def test_without_slurms_word_there_is_a_warning(monkeypatch: pytest.MonkeyPatch)
         if end is None:
             monkeypatch.delenv("SLURM_JOB_END_TIME")
         assert time_limits(config) == (), end
-        assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(idle_limit(config, ())), end
+        assert "--stop_before_end_s has no effect: there is no SLURM_JOB_END_TIME" in str(
+            idle_limit(config, ())
+        ), end
     assert idle_limit(tiny_config(), ()) is None
 
 
 @pytest.mark.parametrize("answer", ["2026-11-23T02:00:00", "N/A", "", "exit 1", "sleep 60"])
-def test_an_older_slurm_is_asked_once(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_slurm_is_asked_once(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By rank 0 alone; squeue may name no end, fail or hang."""
     calls, squeue = tmp_path / "calls", tmp_path / "squeue"
     act = answer if " " in answer else f"echo {answer}"
     squeue.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{act}\n')
     squeue.chmod(0o755)
-    for name, value in (("PATH", f"{tmp_path}:{os.environ['PATH']}"), ("SLURM_JOB_ID", "42"), ("RANK", "1")):
+    for name, value in (
+        ("PATH", f"{tmp_path}:{os.environ['PATH']}"),
+        ("SLURM_JOB_ID", "42"),
+        ("RANK", "1"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setattr(launch, "SQUEUE_S", 1.0 if "sleep" in answer else 60.0)
@@ -130,19 +152,29 @@ def test_an_older_slurm_is_asked_once(answer: str, tmp_path: Path, monkeypatch: 
     assert calls.read_text() == "--noheader --jobs=42 --format=%e\n"
     if answer.startswith("2026"):
         end_s = datetime.datetime(2026, 11, 23, 2).timestamp()
-        assert [limit.left_s() for limit in limits] == [end_s - 300 - now_s] and idle_limit(config, limits) is None
+        assert [limit.left_s() for limit in limits] == [end_s - 300 - now_s] and idle_limit(
+            config, limits
+        ) is None
     else:
         assert limits == () and "squeue names no end" in str(idle_limit(config, limits))
 
 
 def test_an_end_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`scontrol update TimeLimit`: squeue is asked when the known end is near, and only then; by two numbers for a task
-    of an array, as one of them has the number of all."""
+    """`scontrol update TimeLimit`: squeue is asked when the known end is near, and only then; by
+    two numbers for a task of an array, as one of them has the number of all."""
     answer, calls = tmp_path / "answer", tmp_path / "calls"
     (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$@" >>{calls}\ncat {answer}\n')
     (tmp_path / "squeue").chmod(0o755)
-    given = {"SLURM_JOB_END_TIME": str(int(NOW_S) + 1000), "SLURM_JOB_ID": "81236", "SLURM_ARRAY_JOB_ID": "81234"}
-    for name, value in {**given, "SLURM_ARRAY_TASK_ID": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+    given = {
+        "SLURM_JOB_END_TIME": str(int(NOW_S) + 1000),
+        "SLURM_JOB_ID": "81236",
+        "SLURM_ARRAY_JOB_ID": "81234",
+    }
+    for name, value in {
+        **given,
+        "SLURM_ARRAY_TASK_ID": "2",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }.items():
         monkeypatch.setenv(name, value)
     now_s = NOW_S
     config = tiny_config(stop_before_end_s=300.0, experiment_dir="/x")
@@ -156,18 +188,25 @@ def test_an_end_that_has_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [limit.left_s(), limit.left_s()] == [0, 0], "it has not moved again"
     assert calls.read_text() == "--noheader --jobs=81234_2 --format=%e\n" * 2
     monkeypatch.setenv("RANK", "1")
-    assert time_limits(config) == () and idle_limit(config, ()) is None, "rank 0 alone looks at the end"
+    assert time_limits(config) == () and idle_limit(config, ()) is None, (
+        "rank 0 alone looks at the end"
+    )
 
 
 def test_slurms_second_sigterm_ends_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm repeats it at the end of a grace time; outside of a step, and for Ctrl-C, a second one ends the rank."""
+    """Slurm repeats it at the end of a grace time; outside of a step, and for Ctrl-C, a second one
+    ends the rank."""
     monkeypatch.setattr(stop_signal, "SAME_REQUEST_S", -1.0)
     ended, reader = list[int](), iter(())
     monkeypatch.setattr(stop_signal, "leave_at_once", ended.append)
     with usual_signals():
         stop = StopSignal()
         stop.saves = True
-        for step, number, ends in (("0", signal.SIGTERM, 0), ("0", signal.SIGINT, 1), ("", signal.SIGTERM, 1)):
+        for step, number, ends in (
+            ("0", signal.SIGTERM, 0),
+            ("0", signal.SIGINT, 1),
+            ("", signal.SIGTERM, 1),
+        ):
             monkeypatch.setenv("SLURM_STEP_ID", step)
             if not step:
                 monkeypatch.delenv("SLURM_STEP_ID")
@@ -181,7 +220,8 @@ def test_slurms_second_sigterm_ends_no_save(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_limit_counts_as_a_request_of_this_rank() -> None:
-    """All ranks take the largest number, so one rank whose clock is ahead stops all; a signal keeps its own number."""
+    """All ranks take the largest number, so one rank whose clock is ahead stops all; a signal keeps
+    its own number."""
     with usual_signals():
         stop = StopSignal()
         assert stop.received == 0
@@ -189,4 +229,7 @@ def test_a_limit_counts_as_a_request_of_this_rank() -> None:
         assert stop.received == MAX_MINUTES
         stop.signal = 15
         assert stop.received == 15
-    assert StopRequested(MAX_MINUTES).reason == "--max_minutes" and StopRequested(15).reason == "a signal"
+    assert (
+        StopRequested(MAX_MINUTES).reason == "--max_minutes"
+        and StopRequested(15).reason == "a signal"
+    )

@@ -1,4 +1,5 @@
-"""Levanter's schedules, compared with its own scheduler: flags -> parsed -> resolved -> learning rate."""
+"""Levanter's schedules, compared with its own scheduler: flags -> parsed -> resolved -> learning
+rate."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from megatron_lite.errors import UsageError
 from megatron_lite.schedules.learning_rate import learning_rate
 from megatron_lite.validation import resolve, warnings
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "levanter_lr_vectors.json").read_text("utf-8"))
+VECTORS = json.loads(
+    (Path(__file__).parent.parent / "vectors" / "levanter_lr_vectors.json").read_text("utf-8")
+)
 CASES = {case["name"]: case for case in VECTORS["cases"] + VECTORS["error_and_odd_cases"]}
 TOLERANCE = 2e-7  # of the peak, as the file says
 DEFAULTS = {"learning_rate": 6e-4, "min_lr_ratio": 0.1, "warmup": 0.01, "lr_schedule": "cosine"}
@@ -26,8 +29,8 @@ LENGTHS = {
     "cycle_length": "lr_cycle",
 }
 
-# What is refused here, with the text that says why. In the first part Levanter, the older one at least, raises
-# an error, too.
+# What is refused here, with the text that says why. In the first part Levanter, the older one at
+# least, raises an error, too.
 REFUSED = {
     "both_cycles_and_cycle_length": "--lr_num_cycles=2, --lr_cycle=100: exclude each other",
     "both_haps_and_cycle_length": "--lr_cycle_minima=100, --lr_cycle=100: exclude each other",
@@ -49,15 +52,20 @@ REFUSED = {
     "cycles_list_starting_zero_linear": "--lr_cycle_minima='0 500': must be >= 1",  # a cycle of no steps
     "cooldown_more_than_total": "nothing is left before the cooldown",  # cycles of -1000 steps
 }
-# A minimum beyond the run: one step after the last update, the newer Levanter jumps to the peak, as its list of
-# boundaries is not sorted. Here the cycle goes on until its minimum, as in the older one.
+# A minimum beyond the run: one step after the last update, the newer Levanter jumps to the peak, as
+# its list of boundaries is not sorted. Here the cycle goes on until its minimum, as in the older
+# one.
 LEFT_OUT = {"cycles_list_beyond_total_linear": 1000, "cycles_list_beyond_total_cosine": 1000}
 
 
 def flags(args: dict[str, Any], num_train_steps: int) -> list[str]:
     """Write keyword arguments of Levanter's AdamConfig as a command line."""
     args = DEFAULTS | args
-    words = [f"--train_iters={num_train_steps}", f"--lr={args['learning_rate']}", "--lr_step_offset=0"]
+    words = [
+        f"--train_iters={num_train_steps}",
+        f"--lr={args['learning_rate']}",
+        "--lr_step_offset=0",
+    ]
     words += [f"--min_lr_ratio={args['min_lr_ratio']}", *style(args["lr_schedule"])]
     for name, flag in LENGTHS.items():
         value = args.get(name)
@@ -94,7 +102,8 @@ def resolved(words: list[str]) -> Config:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
 def test_values_of_levanter(name: str) -> None:
-    """Every point of every case matches to the tolerance of the file; where Levanter changed, its newer rule holds."""
+    """Every point of every case matches to the tolerance of the file; where Levanter changed, its
+    newer rule holds."""
     case = CASES[name]
     points = case.get("newer", case)["points"]
     config = resolved(flags(case["args"], case["num_train_steps"]))
@@ -107,18 +116,24 @@ def test_values_of_levanter(name: str) -> None:
 
 
 def test_a_minimum_beyond_the_run() -> None:
-    """The cycle continues beyond the end of the schedule, as in the older Levanter, with a warning."""
+    """The cycle continues beyond the end of the schedule, as in the older Levanter, with a
+    warning."""
     case = CASES["cycles_list_beyond_total_linear"]
     words = flags(case["args"], 1000)
     config = resolved(words)
-    assert learning_rate(config, 1001) == pytest.approx(dict(map(tuple, case["points"]))[1000], rel=1e-6)
+    assert learning_rate(config, 1001) == pytest.approx(
+        dict(map(tuple, case["points"]))[1000], rel=1e-6
+    )
     assert learning_rate(config, 1500) == pytest.approx(6e-5 + 5.4e-4 / 1485, rel=1e-6)
     (caution,) = [line for line in warnings(config) if "lr_cycle_minima" in line]
-    assert caution.startswith("--lr_cycle_minima=1500: 1500 is beyond the end of the schedule (1000)")
+    assert caution.startswith(
+        "--lr_cycle_minima=1500: 1500 is beyond the end of the schedule (1000)"
+    )
 
 
 def test_two_spellings_of_one_list() -> None:
-    """Levanter silently drops one of two lists; here both are one flag, and a warning names the dropped value."""
+    """Levanter silently drops one of two lists; here both are one flag, and a warning names the
+    dropped value."""
     case = CASES["haps_and_cycles_haps_wins"]
     (warning,) = parse(flags(case["args"], 1000)).warnings
     assert warning == "--lr_cycle_minima is given twice: 100 is used, 500 is not"

@@ -15,7 +15,8 @@ from megatron_lite.errors import UsageError
 from megatron_lite.schedules.learning_rate import learning_rate, peak_learning_rate
 from megatron_lite.validation import resolve, warnings
 
-# Every style of --lr_decay_style belongs to one of these: at the end of a decay the rate is at its minimum, or not.
+# Every style of --lr_decay_style belongs to one of these: at the end of a decay the rate is at its
+# minimum, or not.
 REACH_MINIMUM = ("linear", "cosine", "power", "inv")
 END_ELSEWHERE = ("constant", "inv_sqrt", "power_tokens")
 FAR = (10**5, 10**9, 2**53 + 1, 2**62)
@@ -24,8 +25,11 @@ cheap = settings(max_examples=60, derandomize=True)
 
 
 @st.composite
-def schedules(draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bool = False) -> Config:
-    """Draw a resolved configuration. plain: without exponents, which make curves arbitrarily steep."""
+def schedules(
+    draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bool = False
+) -> Config:
+    """Draw a resolved configuration. plain: without exponents, which make curves arbitrarily
+    steep."""
     total = draw(st.integers(1, 300))
     options: dict[str, Any] = {
         "train_iters": total,
@@ -52,7 +56,9 @@ def schedules(draw: st.DrawFn, styles: tuple[str, ...] = DECAY_STYLES, plain: bo
     try:
         return resolve(unflatten(options), 1)
     except UsageError as error:
-        assert "--lr_cycle=" in str(error), error  # less than one iteration: the only rule not respected above
+        assert "--lr_cycle=" in str(error), (
+            error
+        )  # less than one iteration: the only rule not respected above
         assume(False)
         raise
 
@@ -74,10 +80,13 @@ def _length(kind: str, most: int, largest_share: float = 1.0) -> st.SearchStrate
 
 
 def _cycles(total: int, beyond: bool) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw one of the options for the ends of cycles, within `total`; minima also beyond it if allowed."""
+    """Draw one of the options for the ends of cycles, within `total`; minima also beyond it if
+    allowed."""
     last = total + (50 if beyond else 0)
     minima = st.lists(st.integers(1, last), min_size=1, max_size=5, unique=True).map(sorted)
-    lengths = st.lists(st.integers(1, max(1, total // 5)), min_size=1, max_size=5).filter(lambda x: sum(x) <= total)
+    lengths = st.lists(st.integers(1, max(1, total // 5)), min_size=1, max_size=5).filter(
+        lambda x: sum(x) <= total
+    )
     return st.one_of(
         st.just({}),
         st.integers(1, total).map(lambda count: {"lr_num_cycles": count}),
@@ -94,7 +103,9 @@ def _cycles(total: int, beyond: bool) -> st.SearchStrategy[dict[str, Any]]:
 def minima_of(values: dict[str, Any], total: int) -> list[int]:
     """List 0 and the ends of all cycles."""
     if values["lr_num_cycles"] > 1:
-        return [int(total / values["lr_num_cycles"] * i) for i in range(values["lr_num_cycles"])] + [total]
+        return [
+            int(total / values["lr_num_cycles"] * i) for i in range(values["lr_num_cycles"])
+        ] + [total]
     length = steps(values["lr_cycle"] or 0, total)
     if length:
         return [i * length for i in range(max(1, total // length))] + [total]
@@ -139,7 +150,9 @@ def phases(config: Config) -> tuple[list[float], list[Phases]]:
         before = decayed(values, warmup, decay, decay)
         cycles.append(Phases(start, warmup, decay, stop))
     rates += [before + (floor - before) * step / cooldown for step in range(cooldown)]
-    rates += [floor if cooldown else decayed(values, warmup, decay, decay + step) for step in range(20)]
+    rates += [
+        floor if cooldown else decayed(values, warmup, decay, decay + step) for step in range(20)
+    ]
     return rates, cycles
 
 
@@ -152,14 +165,21 @@ def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float
         return peak
     over = (min(step, decay) / decay) ** values["lr_decay_power"]
     if style == "cosine":
-        return floor + (peak - floor) * ((1 + math.cos(math.pi * over)) / 2) ** values["lr_cosine_exponent"]
+        return (
+            floor
+            + (peak - floor) * ((1 + math.cos(math.pi * over)) / 2) ** values["lr_cosine_exponent"]
+        )
     if style in ("linear", "power"):
         return peak - (peak - floor) * over
     if style == "inv_sqrt":
-        return max(floor, peak * min(1, math.sqrt(values["lr_inv_sqrt_timescale"] / max(1, step + warmup))))
+        return max(
+            floor, peak * min(1, math.sqrt(values["lr_inv_sqrt_timescale"] / max(1, step + warmup)))
+        )
     if style == "inv":
         return max(floor, peak / (1 + (peak / floor - 1) * max(1, step) / decay))
-    assert style == "power_tokens", f"write the formula of {style} here, from its definition and not from the program"
+    assert style == "power_tokens", (
+        f"write the formula of {style} here, from its definition and not from the program"
+    )
     if step == 0:
         return peak
     tokens = step * values["batch_size"] * values["sequence_length"]
@@ -168,12 +188,22 @@ def decayed(values: dict[str, Any], warmup: int, decay: int, step: int) -> float
 
 @pytest.mark.parametrize("style", DECAY_STYLES)
 def test_every_style_of_the_option_is_computed_and_checked(style: str) -> None:
-    """Each choice of --lr_decay_style has a formula in the program and one here, and a place in the lists above."""
-    options = dict(train_iters=20, lr=1.0, min_lr=0.1, lr_decay_style=style, batch_size=8, dataset_source="random")
+    """Each choice of --lr_decay_style has a formula in the program and one here, and a place in the
+    lists above."""
+    options = dict(
+        train_iters=20,
+        lr=1.0,
+        min_lr=0.1,
+        lr_decay_style=style,
+        batch_size=8,
+        dataset_source="random",
+    )
     config = resolve(unflatten({**options, "dry_run": True}), 1)
     rates, _ = phases(config)
     steps = range(config.learning_rate.lr_step_offset, len(rates))
-    assert [at_step(config, step) for step in steps] == pytest.approx([rates[step] for step in steps], rel=1e-12)
+    assert [at_step(config, step) for step in steps] == pytest.approx(
+        [rates[step] for step in steps], rel=1e-12
+    )
     assert (style in REACH_MINIMUM) != (style in END_ELSEWHERE)
     assert (rates[-1] == pytest.approx(0.1)) == (style in REACH_MINIMUM)
 
@@ -181,7 +211,8 @@ def test_every_style_of_the_option_is_computed_and_checked(style: str) -> None:
 @cheap
 @given(schedules())
 def test_every_step_against_a_naive_implementation(config: Config) -> None:
-    """Rates agree for all iterations and some beyond, whichever options set warmup, decay and cycles."""
+    """Rates agree for all iterations and some beyond, whichever options set warmup, decay and
+    cycles."""
     rates, _ = phases(config)
     for step in range(config.learning_rate.lr_step_offset, len(rates)):
         assert at_step(config, step) == pytest.approx(rates[step], rel=1e-12, abs=1e-300), step
@@ -195,16 +226,22 @@ def at_step(config: Config, step: int) -> float:
 @cheap
 @given(schedules())
 def test_never_above_the_peak_and_always_finite(config: Config) -> None:
-    """With min_lr_ratio <= 1 the rate stays within [0, peak] to the last bit, also long after the end."""
+    """With min_lr_ratio <= 1 the rate stays within [0, peak] to the last bit, also long after the
+    end."""
     for iteration in (*range(1, config.training.train_iters + 20), *FAR):
-        assert 0.0 <= learning_rate(config, iteration) <= peak_learning_rate(config) == config.learning_rate.lr
+        assert (
+            0.0
+            <= learning_rate(config, iteration)
+            <= peak_learning_rate(config)
+            == config.learning_rate.lr
+        )
 
 
 @cheap
 @given(schedules(styles=("constant", "linear", "cosine"), plain=True))
 def test_continuous_but_for_jumps_to_the_peak(config: Config) -> None:
-    """Each step changes the rate by no more than its phase allows; the rate jumps only where a cycle starts without
-    warmup."""
+    """Each step changes the rate by no more than its phase allows; the rate jumps only where a
+    cycle starts without warmup."""
     options, (_, cycles) = config.learning_rate, phases(config)
     assert options.min_lr is not None
     falls = 0.0 if options.lr_decay_style == "constant" else options.lr - options.min_lr
@@ -224,24 +261,34 @@ def test_continuous_but_for_jumps_to_the_peak(config: Config) -> None:
 @cheap
 @given(schedules(styles=REACH_MINIMUM))
 def test_the_minimum_is_reached(config: Config) -> None:
-    """The rate is at its minimum where a rewarmup starts, at the end of the last cycle, and afterwards."""
+    """The rate is at its minimum where a rewarmup starts, at the end of the last cycle, and
+    afterwards."""
     minimum, (_, cycles) = config.learning_rate.min_lr, phases(config)
     for cycle, after in zip(cycles, [*cycles[1:], None], strict=True):
         if cycle.decay and (after is None or after.warmup):
             assert at_step(config, cycle.stop) == pytest.approx(minimum, rel=1e-12)
         if cycle.decay and after is None:
-            assert all(learning_rate(config, far) == pytest.approx(minimum, rel=1e-12) for far in FAR)
+            assert all(
+                learning_rate(config, far) == pytest.approx(minimum, rel=1e-12) for far in FAR
+            )
 
 
 @cheap
 @given(schedules(), st.data())
 def test_a_resumed_run_has_the_same_rates(config: Config, data: st.DataObject) -> None:
-    """The rate depends only on the configuration and the iteration, not on earlier calls or the object."""
-    rates = [learning_rate(config, iteration) for iteration in range(1, config.training.train_iters + 1)]
+    """The rate depends only on the configuration and the iteration, not on earlier calls or the
+    object."""
+    rates = [
+        learning_rate(config, iteration) for iteration in range(1, config.training.train_iters + 1)
+    ]
     saved = json.loads(json.dumps(flatten(config)))
-    resumed = unflatten({name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    resumed = unflatten(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    )
     start = data.draw(st.integers(0, len(rates) - 1))
-    assert [learning_rate(resumed, start + 1 + place) for place in range(len(rates) - start)] == rates[start:]
+    assert [
+        learning_rate(resumed, start + 1 + place) for place in range(len(rates) - start)
+    ] == rates[start:]
     assert resolve(resumed, 1) == config
 
 
@@ -253,7 +300,9 @@ def test_offset_and_scale(config: Config, offset: int) -> None:
     moved = dataclasses.replace(config, learning_rate=options)
     for iteration in (1, 2, 7, config.training.train_iters):
         assert learning_rate(moved, iteration) == learning_rate(config, iteration + offset)
-    scaled = dataclasses.replace(config, learning_rate=dataclasses.replace(options, default_lr_scale=0.3))
+    scaled = dataclasses.replace(
+        config, learning_rate=dataclasses.replace(options, default_lr_scale=0.3)
+    )
     for iteration in (1, 2, 7, config.training.train_iters, 10**6):
         assert learning_rate(scaled, iteration) == 0.3 * learning_rate(moved, iteration)
     assert peak_learning_rate(scaled) == 0.3 * peak_learning_rate(moved)
@@ -263,6 +312,8 @@ def test_offset_and_scale(config: Config, offset: int) -> None:
 @given(schedules())
 def test_warnings_are_sentences(config: Config) -> None:
     """Warnings never repeat a line or print None."""
-    lines = [line for line in warnings(config) if line.startswith("--lr") or line.startswith("--min_lr")]
+    lines = [
+        line for line in warnings(config) if line.startswith("--lr") or line.startswith("--min_lr")
+    ]
     assert len(set(lines)) == len(lines)
     assert all("None" not in line and "none" not in line for line in lines), lines

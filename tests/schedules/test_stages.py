@@ -16,13 +16,19 @@ from megatron_lite.validation import resolve, warnings
 
 
 def resolved(text: str, **options: Any) -> Config:
-    given = {"lr_schedule": text, "dataset_source": "random", "train_iters": 100, "dry_run": True, **options}
+    given = {
+        "lr_schedule": text,
+        "dataset_source": "random",
+        "train_iters": 100,
+        "dry_run": True,
+        **options,
+    }
     return resolve(unflatten(given), 1)
 
 
 def test_stages_follow_each_other() -> None:
-    """The first update is one step into the first stage; a stage's own rate holds from its first step on, and the last
-    rate after all stages."""
+    """The first update is one step into the first stage; a stage's own rate holds from its first
+    step on, and the last rate after all stages."""
     config = resolved("linear,10,0,1e-3;constant,20,1e-3;cosine,40,1e-3,1e-4;power,10,5e-4,1e-4,2")
     expected = {
         1: 1e-4,
@@ -44,19 +50,33 @@ def test_stages_follow_each_other() -> None:
 
 
 def test_warmup_and_decay_are_the_plain_options() -> None:
-    """As in Fast-LLM, which turns its plain flags into stages, rates equal those of --lr and so on."""
+    """As in Fast-LLM, which turns its plain flags into stages, rates equal those of --lr and so
+    on."""
     for style in ("linear", "cosine"):
         stages = resolved(f"linear,10,0,1e-3;{style},90,1e-3,1e-5")
-        options: dict[str, Any] = {"lr": 1e-3, "lr_warmup": 10, "lr_decay_style": style, "min_lr": 1e-5}
+        options: dict[str, Any] = {
+            "lr": 1e-3,
+            "lr_warmup": 10,
+            "lr_decay_style": style,
+            "min_lr": 1e-5,
+        }
         plain = resolve(unflatten({"dataset_source": "random", "train_iters": 100, **options}), 1)
         for iteration in range(1, 120):
-            assert learning_rate(stages, iteration) == pytest.approx(learning_rate(plain, iteration), rel=1e-12)
+            assert learning_rate(stages, iteration) == pytest.approx(
+                learning_rate(plain, iteration), rel=1e-12
+            )
 
 
 def test_a_stage_for_ever() -> None:
     """The last stage may have a negative number of iterations."""
     config = resolved(" linear , 4, 0, 1 ; constant, -1, 0.5 ")
-    assert [learning_rate(config, iteration) for iteration in (1, 3, 4, 5, 2**62)] == [0.25, 0.75, 0.5, 0.5, 0.5]
+    assert [learning_rate(config, iteration) for iteration in (1, 3, 4, 5, 2**62)] == [
+        0.25,
+        0.75,
+        0.5,
+        0.5,
+        0.5,
+    ]
 
 
 def test_offset_and_scale() -> None:
@@ -73,7 +93,9 @@ def test_from_the_command_line() -> None:
     """The text arrives complete, quoted for a shell or not; resolving twice changes nothing."""
     text = "linear,10,0,1e-3;cosine,90,1e-3,1e-5"
     for words in ([f"--lr_schedule={text}"], ["--lr_schedule", text]):
-        arguments = parse(["--dataset_source=random", "--train_iters=100", "--experiment_dir=/x", *words])
+        arguments = parse(
+            ["--dataset_source=random", "--train_iters=100", "--experiment_dir=/x", *words]
+        )
         config = resolve(arguments.config, 1)
         assert config.learning_rate.lr_schedule == text and not arguments.warnings
         assert resolve(config, 1) == config and warnings(config) == []
@@ -84,11 +106,23 @@ def test_from_the_command_line() -> None:
     [
         ("linear,10,0,1;", "stage 2 of 2, empty", "remove the semicolon"),
         (";constant,5,1", "stage 1 of 2, empty", "write type,iters,lr[,end_lr[,power]]"),
-        ("Linear,10,0,1", "stage 1 of 1, Linear,10,0,1", "type Linear: takes constant, linear, power, cosine"),
+        (
+            "Linear,10,0,1",
+            "stage 1 of 1, Linear,10,0,1",
+            "type Linear: takes constant, linear, power, cosine",
+        ),
         ("10,0,1", "stage 1 of 1, 10,0,1", "type 10: takes"),
         ("constant,5", "stage 1 of 1", "lr is missing; write constant,iters,lr"),
-        ("cosine,5", "stage 1 of 1", "lr or end_lr is missing; write cosine,iters,lr,end_lr[,power]"),
-        ("linear,5,1", "stage 1 of 1", "lr or end_lr is missing; write linear,iters,lr,end_lr[,power]"),
+        (
+            "cosine,5",
+            "stage 1 of 1",
+            "lr or end_lr is missing; write cosine,iters,lr,end_lr[,power]",
+        ),
+        (
+            "linear,5,1",
+            "stage 1 of 1",
+            "lr or end_lr is missing; write linear,iters,lr,end_lr[,power]",
+        ),
         ("constant,5,1,2", "stage 1 of 1", "4 items; write constant,iters,lr, or type linear"),
         ("power,5,1,2,3,4", "stage 1 of 1", "6 items; write power,iters,lr,end_lr[,power]"),
         ("constant,5,1;linear,1.5,1,2", "stage 2 of 2", "iters 1.5: not an integer"),
@@ -129,7 +163,9 @@ def test_exclusive_with_the_other_options(options: dict[str, Any], typed: str) -
     """Stages are the whole schedule: other options of the rate are refused."""
     with pytest.raises(UsageError) as error:
         resolved("constant,-1,1", **options)
-    assert str(error.value).startswith("--lr_schedule, --") and f"{typed}: its stages are" in str(error.value)
+    assert str(error.value).startswith("--lr_schedule, --") and f"{typed}: its stages are" in str(
+        error.value
+    )
 
 
 stages = st.tuples(
@@ -145,7 +181,10 @@ stages = st.tuples(
 @given(st.lists(stages, min_size=1, max_size=5), st.booleans())
 def test_random_stages(drawn: list[tuple[str, int, float, float, float]], for_ever: bool) -> None:
     """Within a stage the rate starts at lr and stays between lr and end_lr; the last rate holds."""
-    words = [f"{kind},{iters},{lr}" + f",{end},{power}" * (kind != "constant") for kind, iters, lr, end, power in drawn]
+    words = [
+        f"{kind},{iters},{lr}" + f",{end},{power}" * (kind != "constant")
+        for kind, iters, lr, end, power in drawn
+    ]
     parsed = parse_stages(";".join(words + ["constant,-1,0.25"] * for_ever))
     step = 0
     for kind, iters, lr, end, _ in drawn:

@@ -1,4 +1,5 @@
-"""The training benchmark in miniature: peers compute what we compute; the JSON holds what is promised."""
+"""The training benchmark in miniature: peers compute what we compute; the JSON holds what is
+promised."""
 
 import json
 import os
@@ -45,7 +46,9 @@ def run(program: list[str], output: Path) -> tuple[str, dict[str, Any]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *program, f"--output={output}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout, json.loads(output.read_text("utf-8"))
 
@@ -55,14 +58,34 @@ def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
 
     Compiled rows are traced, not compiled, which would take minutes.
     """
-    program = ["-m", "scripts.benchmarks.training", "--device=cpu", "--compile_backend=aot_eager", *TINY, *options]
+    program = [
+        "-m",
+        "scripts.benchmarks.training",
+        "--device=cpu",
+        "--compile_backend=aot_eager",
+        *TINY,
+        *options,
+    ]
     command = [str(warm_python.folder() / "python"), *program, f"--output={output}"]
-    job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port(), "MASTER_ADDR": "localhost"}
+    job = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": free_port(),
+        "MASTER_ADDR": "localhost",
+    }
     processes = []
     for rank in range(ranks):
-        own = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=warm_python.environment() | own, **streams))
+        own = {
+            name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=warm_python.environment() | own, **streams)
+        )
     texts = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "".join(texts)[-4000:]
     text, result = texts[0], json.loads(output.read_text("utf-8"))
@@ -71,14 +94,24 @@ def run_on_ranks(ranks: int, output: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-PLAIN_SOME = {"plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3", "plain ZeRO-3 breadth-first"}
+PLAIN_SOME = {
+    "plain ZeRO-1",
+    "plain ZeRO-2 breadth-first",
+    "plain ZeRO-3",
+    "plain ZeRO-3 breadth-first",
+}
 SOME = {"DDP", "ZeRO-1", "ZeRO-3", "FSDP2", *PLAIN_SOME}
 EVERY = ({"DDP"} | OWN | PLAIN | FSDP) - COMPILED
 
 
-@pytest.fixture(scope="module", params=[SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.fixture(
+    scope="module",
+    params=[SOME, pytest.param(EVERY, marks=pytest.mark.slow)],
+    ids=["some", "every"],
+)
 def names(request: pytest.FixtureRequest) -> set[str]:
-    """Configurations without compiled ones and those of transformers, which takes seconds to import."""
+    """Configurations without compiled ones and those of transformers, which takes seconds to
+    import."""
     return request.param
 
 
@@ -86,11 +119,14 @@ def names(request: pytest.FixtureRequest) -> set[str]:
 def result(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The benchmark of them, with two micro-batches."""
     output = tmp_path_factory.mktemp("benchmark") / "results.json"
-    return run_on_ranks(2, output, "--layers=both", "--micro_batches=2", f"--only={','.join(names)}")
+    return run_on_ranks(
+        2, output, "--layers=both", "--micro_batches=2", f"--only={','.join(names)}"
+    )
 
 
 def test_peers_compute_the_same_losses(names: set[str], result: dict[str, Any]) -> None:
-    """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that training took part."""
+    """Every configuration has the same loss as ZeRO-1 at every step, and the loss moves, so that
+    training took part."""
     rows = result["rows"]
     assert set(rows) == names
     for row in rows.values():
@@ -103,7 +139,8 @@ def test_peers_compute_the_same_losses(names: set[str], result: dict[str, Any]) 
 
 @pytest.mark.slow
 def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
-    """Without --only every row of these layers is there, or listed with what it lacks: a GPU, or a package."""
+    """Without --only every row of these layers is there, or listed with what it lacks: a GPU, or a
+    package."""
     result = run_on_ranks(2, tmp_path / "results.json", "--layers=both", "--micro_batches=2")
     hugging_face = HF if find_spec("transformers") else set()
     assert set(result["rows"]) == {"DDP", "DDP compiled"} | OWN | PLAIN | FSDP | hugging_face
@@ -114,13 +151,20 @@ def test_no_row_disappears_without_a_word(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
-    """Configurations that are rebuilt for every turn, of a model with positions, biases, layer norm and a tied head.
+    """Configurations that are rebuilt for every turn, of a model with positions, biases, layer norm
+    and a tied head.
 
-    Every turn starts from the same weights and computes the same losses everywhere, recomputing or not.
+    Every turn starts from the same weights and computes the same losses everywhere, recomputing or
+    not.
     """
     names = {"torch", "torch compiled full logits", "plain ZeRO-3", "FSDP2"}
     names |= {f"ZeRO-1{more}" for more in ("", " recompute activation", " recompute full")}
-    options = ("--model=gpt2-124m", "--head_groups=4", "--one_at_a_time", f"--only={','.join(names)},HF")
+    options = (
+        "--model=gpt2-124m",
+        "--head_groups=4",
+        "--one_at_a_time",
+        f"--only={','.join(names)},HF",
+    )
     result = run_on_ranks(1, tmp_path / "results.json", *options)
     rows = result["rows"]
     assert set(rows) == names | ({"HF"} if find_spec("transformers") else set())
@@ -134,25 +178,32 @@ def test_one_rank_at_a_time_in_gpt2s_shape(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bf16_rows_agree_to_its_rounding(tmp_path: Path) -> None:
-    """Each side in bf16 as it is meant: ours with fp32 masters, autocast under DDP, MixedPrecisionPolicy in FSDP2."""
-    result = run_on_ranks(2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-1,ZeRO-3,plain ZeRO-2,FSDP2")
+    """Each side in bf16 as it is meant: ours with fp32 masters, autocast under DDP,
+    MixedPrecisionPolicy in FSDP2."""
+    result = run_on_ranks(
+        2, tmp_path / "results.json", "--dtype=bf16", "--only=DDP,ZeRO-1,ZeRO-3,plain ZeRO-2,FSDP2"
+    )
     rows = result["rows"]
     assert 1e-5 < result["largest_loss_difference"] <= result["loss_tolerance"]
     assert {"DDP", "ZeRO-1", "ZeRO-3", "plain ZeRO-2", "FSDP2"} <= set(rows)
-    assert 1 <= rows["ZeRO-1"]["state_bytes"] / (12 * result["parameters"]) < 1.01  # 6 + 12 / N bytes
+    assert (
+        1 <= rows["ZeRO-1"]["state_bytes"] / (12 * result["parameters"]) < 1.01
+    )  # 6 + 12 / N bytes
     # fp32 weights, gradients and moments everywhere; ours have bf16 weights besides.
     assert rows["DDP"]["state_bytes"] == 16 * result["parameters"]
 
 
 @pytest.mark.slow
 def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
-    """Ours and torch's, with and without sequence parallelism: equal losses from the same weights, traffic counted."""
+    """Ours and torch's, with and without sequence parallelism: equal losses from the same weights,
+    traffic counted."""
     result = run_on_ranks(2, tmp_path / "results.json", "--tensor_parallel=2")
     rows = result["rows"]
     assert set(rows) == {"torch TP", "TP", "torch TP+SP", "TP+SP"}
     assert result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
     assert len(set(rows["TP"]["losses"])) == 6
-    # Each layer exchanges (b s, h) four times, embedding and head once each, all of them in fp32, both ways.
+    # Each layer exchanges (b s, h) four times, embedding and head once each, all of them in fp32,
+    # both ways.
     exchanged = (4 * 2 + 2) * 2 * 32 * 64 * 4 * 2
     assert exchanged < rows["TP"]["wire_counted_bytes"] < 1.1 * exchanged
     for peer in ("torch TP", "torch TP+SP"):
@@ -161,17 +212,20 @@ def test_tensor_parallel_rows_agree(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_of_hybrid_shards_agree(tmp_path: Path) -> None:
-    """Two pairs of ranks, with two micro-batches: equal losses, state that shows who shards over what, traffic of ours
-    to the formula."""
+    """Two pairs of ranks, with two micro-batches: equal losses, state that shows who shards over
+    what, traffic of ours to the formula."""
     names = {"DDP", "ZeRO-2 breadth-first", "plain ZeRO-3", "FSDP2", "FSDP2 no reshard"}
     options = ("--data_parallel_shard=2", "--micro_batches=2", f"--only={','.join(names)}")
     result = run_on_ranks(4, tmp_path / "results.json", *options)
     rows, parameters = result["rows"], result["parameters"]
-    assert set(rows) == names and result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
+    assert (
+        set(rows) == names and result["largest_loss_difference"] <= result["loss_tolerance"] == 1e-5
+    )
     assert len(set(rows["FSDP2"]["losses"])) == 6
     for name in ("plain ZeRO-3", "FSDP2", "FSDP2 no reshard"):
         assert rows[name]["weights_difference"] < 1e-6
-    # In both directions each pair exchanges halves of all parameters, and ranks of equal places halves of their halves.
+    # In both directions each pair exchanges halves of all parameters, and ranks of equal places
+    # halves of their halves.
     counted = rows["ZeRO-2 breadth-first"]["wire_counted_bytes"]
     assert 1 <= counted / (2 * 4 * 4 * parameters * (1 / 2 + 1 / 4)) < 1.01
     assert 1 <= rows["FSDP2"]["state_bytes"] / (16 / 2 * parameters) < 1.01  # of one pair's two
@@ -180,7 +234,9 @@ def test_rows_of_hybrid_shards_agree(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_rows_train(tmp_path: Path) -> None:
     """Through the compiler itself, where there is one: the same losses again."""
-    result = run_on_ranks(1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*")
+    result = run_on_ranks(
+        1, tmp_path / "results.json", "--compile_backend=inductor", "--only=torch*,FSDP2*,HF*"
+    )
     if any("torch.compile fails" in reason for reason in result["missing"].values()):
         pytest.skip(str(result["missing"]))
     assert {"torch compiled", "torch compiled full logits", "FSDP2 compiled"} <= set(result["rows"])
@@ -191,13 +247,23 @@ def test_json_has_the_keys_that_are_promised(result: dict[str, Any]) -> None:
     """Every key that the report's module lists is there, at the top and for each configuration."""
     every, document = results.__doc__ or "", report.__doc__ or ""
     common, top, row = (
-        set(re.findall(r"^- `(\w+)`", part, re.M)) for part in (every, *document.split("Keys of one row"))
+        set(re.findall(r"^- `(\w+)`", part, re.M))
+        for part in (every, *document.split("Keys of one row"))
     )
     assert common and top and common | top == set(result)
     for name, values in result["rows"].items():
-        absent = (set() if "ZeRO" in name else OURS_ONLY) | (WEIGHTS if "HF" in name else set()) | ELSEWHERE
+        absent = (
+            (set() if "ZeRO" in name else OURS_ONLY)
+            | (WEIGHTS if "HF" in name else set())
+            | ELSEWHERE
+        )
         assert row - absent == set(values), name
-        for spread in (values["step_s"], values["cpu_s"], values["ratios"]["DDP"], values["ratios"]["FSDP2"]):
+        for spread in (
+            values["step_s"],
+            values["cpu_s"],
+            values["ratios"]["DDP"],
+            values["ratios"]["FSDP2"],
+        ):
             low, high = spread["quartiles"]
             assert 0 < low <= spread["median"] <= high
             assert len(spread["values"]) == 2
@@ -213,64 +279,84 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints, data, preparing and
-    programs; reports and other races have tests of their own."""
+    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints,
+    data, preparing and programs; reports and other races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     assert len(COMMANDS) == 12 and text.count("```bash\n") == 18
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
 def test_commands_of_the_document_make_its_tables() -> None:
-    """Every command is legal, and selects the rows of the table below it; Liger was not installed."""
+    """Every command is legal, and selects the rows of the table below it; Liger was not
+    installed."""
     for command, names in COMMANDS:
         module = command.index("-m") + 1
         program, arguments = command[module].rpartition(".")[2], command[module + 1 :]
         if program == "optimizer":
-            assert optimizer.parse(arguments).threads in (1, 2) and len(names) == len(optimizer.ROWS)
+            assert optimizer.parse(arguments).threads in (1, 2) and len(names) == len(
+                optimizer.ROWS
+            )
         elif program == "memory":
             options, rows = memory.choose(arguments)
             assert options.ranks == 2 and rows == names
         elif program == "checkpoint":
             assert checkpoint.parse(arguments).turns == 8
-            assert [name for name in names if " / " not in name] == [*checkpoint.SAVES, *checkpoint.LOADS]
+            assert [name for name in names if " / " not in name] == [
+                *checkpoint.SAVES,
+                *checkpoint.LOADS,
+            ]
         elif program == "data":
             assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
         elif program == "programs":
-            assert arguments[0] == "--nanogpt=DIR" and {"nanoGPT helped", *names} <= {*contestants.PROGRAMS}
+            assert arguments[0] == "--nanogpt=DIR" and {"nanoGPT helped", *names} <= {
+                *contestants.PROGRAMS
+            }
         elif program == "preparing":
             assert names == preparing.parse(arguments).rows.split(",")
         else:
-            rows = list(settings.chosen(settings.parse(arguments), int(command[1].removeprefix("--nproc-per-node="))))
+            rows = list(
+                settings.chosen(
+                    settings.parse(arguments), int(command[1].removeprefix("--nproc-per-node="))
+                )
+            )
             assert [name for name in rows if "Liger" not in name] == names, command
 
 
 def test_memory_and_traffic_of_the_engine(result: dict[str, Any]) -> None:
-    """ZeRO-1 has 8 + 8 / N bytes per parameter and moves every parameter out of every rank twice; accumulation that is
-    breadth-first saves traffic."""
+    """ZeRO-1 has 8 + 8 / N bytes per parameter and moves every parameter out of every rank twice;
+    accumulation that is breadth-first saves traffic."""
     ours, parameters = result["rows"], result["parameters"]
-    # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 % included.
+    # Two ranks: half of the gradients and half of the weights each, in fp32, padding of at most 1 %
+    # included.
     for name in ("ZeRO-1", "plain ZeRO-1"):
         assert 1 <= ours[name]["state_bytes"] / (12 * parameters) < 1.01, name
         assert 1 <= ours[name]["wire_counted_bytes"] / (2 * 4 * parameters) < 1.01, name
-    assert ours["plain ZeRO-3"]["wire_counted_bytes"] > ours["plain ZeRO-3 breadth-first"]["wire_counted_bytes"]
+    assert (
+        ours["plain ZeRO-3"]["wire_counted_bytes"]
+        > ours["plain ZeRO-3 breadth-first"]["wire_counted_bytes"]
+    )
 
 
 def test_plain_layers_train_to_the_weights_of_ddp(result: dict[str, Any]) -> None:
     """With the same layers the engine ends with DDP's very weights, at every ZeRO stage.
 
-    Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own layers, with their own
-    order of sums; that tells that the comparison is one of trained weights.
+    Depth-first accumulation reduces every micro-batch: equal to rounding only. So do our own
+    layers, with their own order of sums; that tells that the comparison is one of trained weights.
     """
     rows = result["rows"]
     for name in ("plain ZeRO-1", "plain ZeRO-2 breadth-first", "plain ZeRO-3 breadth-first"):
         assert rows[name]["weights_equal"], name
     assert not rows["ZeRO-1"]["weights_equal"]
-    assert max(row["weights_difference"] for row in rows.values() if "weights_difference" in row) < 1e-6
+    assert (
+        max(row["weights_difference"] for row in rows.values() if "weights_difference" in row)
+        < 1e-6
+    )
 
 
 @pytest.mark.slow
 def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
-    """Peaks are above a bare process, and at least what the state takes where that is more than a little."""
+    """Peaks are above a bare process, and at least what the state takes where that is more than a
+    little."""
     program = ["-m", "scripts.benchmarks.training.memory", *TINY, "--ranks=1", "--layers=plain"]
     program += ["--only=torch,plain ZeRO-3", "--vocab_size=65536"]
     text, memory = run(program, tmp_path / "memory.json")
@@ -285,12 +371,21 @@ def test_memory_is_measured_one_configuration_at_a_time(tmp_path: Path) -> None:
 def test_a_profile_names_where_a_step_goes(tmp_path: Path) -> None:
     """Every row has the seconds of every kind of operation, most of which run in each of them."""
     output = tmp_path / "results.json"
-    program = [*TORCHRUN, "--nproc-per-node=1", "-m", "scripts.benchmarks.training", "--device=cpu", *TINY]
+    program = [
+        *TORCHRUN,
+        "--nproc-per-node=1",
+        "-m",
+        "scripts.benchmarks.training",
+        "--device=cpu",
+        *TINY,
+    ]
     text, result = run([*program, "--profile", "--only=torch,ZeRO-1"], output)
     for name in ("torch", "ZeRO-1"):
         seconds = result["rows"][name]["profile_s"]
         assert set(seconds) == {*profile.KINDS, profile.REST} and seconds["compiled"] == 0
-        assert all(0 < seconds[kind] < 1 for kind in seconds if kind not in ("compiled", profile.REST)), seconds
+        assert all(
+            0 < seconds[kind] < 1 for kind in seconds if kind not in ("compiled", profile.REST)
+        ), seconds
         assert seconds[profile.REST] < 1
     assert re.search(r"\|  \| profiled step, ms \| attention \| products \|.*\| rest \|", text)
 
@@ -313,7 +408,8 @@ def test_operations_are_sorted_by_name() -> None:
 
 @pytest.mark.slow
 def test_data_sets_are_timed_beside_their_peers(tmp_path: Path) -> None:
-    """The benchmark of data runs with a small set, has every row of the document, and leaves nothing in its folder."""
+    """The benchmark of data runs with a small set, has every row of the document, and leaves
+    nothing in its folder."""
     folder, output = tmp_path / "scratch", tmp_path / "data.json"
     small = ["--documents=20000", "--batches=5", "--turns=1", f"--folder={folder}"]
     _, found = run(["-m", "scripts.benchmarks.data", *small], output)
@@ -321,21 +417,37 @@ def test_data_sets_are_timed_beside_their_peers(tmp_path: Path) -> None:
     has_peer = find_spec("megatron") is not None
     opening = data.OPENING if has_peer else data.OPENING[:1]
     loading = [f"{name}, {workers} workers" for workers in (1, 2) for name in data.LOADERS]
-    assert list(found["rows"]) == [*opening, *(name for name in loading if has_peer or "core" not in name)]
+    assert list(found["rows"]) == [
+        *opening,
+        *(name for name in loading if has_peer or "core" not in name),
+    ]
 
 
 @pytest.mark.slow
 def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
-    """The benchmark of checkpoints runs, has every row of the document, and leaves nothing in its folder."""
+    """The benchmark of checkpoints runs, has every row of the document, and leaves nothing in its
+    folder."""
     folder = tmp_path / "disk"
-    program = [*TORCHRUN, "--nproc-per-node=2", "-m", "scripts.benchmarks.checkpoint", f"--folder={folder}"]
+    program = [
+        *TORCHRUN,
+        "--nproc-per-node=2",
+        "-m",
+        "scripts.benchmarks.checkpoint",
+        f"--folder={folder}",
+    ]
     text, result = run([*program, "--mib=32", "--turns=1", "--step_s=0"], tmp_path / "results.json")
     rows = next(names for command, names in COMMANDS if "scripts.benchmarks.checkpoint" in command)
     assert [name for name in rows if " / " not in name] == list(result["rows"])
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
 
 
-TINY_UPDATE = ("--num_layers=1", "--hidden_size=64", "--ffn_hidden_size=96", "--vocab_size=128", "--turns=2")
+TINY_UPDATE = (
+    "--num_layers=1",
+    "--hidden_size=64",
+    "--ffn_hidden_size=96",
+    "--vocab_size=128",
+    "--turns=2",
+)
 
 
 @pytest.mark.slow
@@ -348,25 +460,47 @@ def test_the_optimizer_alone_is_timed_beside_its_peers(tmp_path: Path) -> None:
 
 def test_every_optimizer_row_is_measured_and_agrees_with_its_peer() -> None:
     """The program fails where weights are apart; here it is made to say how far they are."""
-    rows = {row.name: optimizer.measure(row, optimizer.parse(TINY_UPDATE)) for row in optimizer.ROWS}
+    rows = {
+        row.name: optimizer.measure(row, optimizer.parse(TINY_UPDATE)) for row in optimizer.ROWS
+    }
     lines = table(rows, optimizer.COLUMNS)
-    assert len(rows) == 7 and [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in rows]
+    assert len(rows) == 7 and [line.split(" | ")[0] for line in lines[2:]] == [
+        f"| {name}" for name in rows
+    ]
     for row in rows.values():
         assert row["parameters"] > 30_000
-        assert len(row["step_s"]["values"]) == 2 and min(row["step_s"]["values"]) > 0 and len(row["ratios"]) == 2
-    compared = {name: row["largest_difference"] for name, row in rows.items() if "largest_difference" in row}
+        assert (
+            len(row["step_s"]["values"]) == 2
+            and min(row["step_s"]["values"]) > 0
+            and len(row["ratios"]) == 2
+        )
+    compared = {
+        name: row["largest_difference"] for name, row in rows.items() if "largest_difference" in row
+    }
     assert len(compared) == 3 and compared["clip_grad=0"] == 0.0
     assert max(compared.values()) < 1e-6
 
 
-def test_every_way_of_preparing_tokenizes_the_whole_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_of_preparing_tokenizes_the_whole_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One turn of the rows that need no peer, on a small corpus."""
     corpus, rows = tmp_path / "x.jsonl", ["ours", "encode_batch", "encode_batch_fast"]
-    corpus.write_text("".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500)))
-    words = [str(corpus), f"--folder={tmp_path / 'work'}", "--turns=1", f"--output={tmp_path / 'x.json'}"]
+    corpus.write_text(
+        "".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500))
+    )
+    words = [
+        str(corpus),
+        f"--folder={tmp_path / 'work'}",
+        "--turns=1",
+        f"--output={tmp_path / 'x.json'}",
+    ]
     assert preparing.main([*words, f"--rows={','.join(rows)}"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:5]] == rows
-    assert json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"] == 1.0
+    assert (
+        json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"]
+        == 1.0
+    )
     tokenizer = str(tmp_path / "work" / "tokenizer.json")
     assert preparing.library_loop(str(corpus), tokenizer, "encode_batch") > 500

@@ -1,4 +1,5 @@
-"""The race of whole programs: turns, ratios and failures with small programs, and one run with our own."""
+"""The race of whole programs: turns, ratios and failures with small programs, and one run with our
+own."""
 
 import json
 import os
@@ -20,11 +21,14 @@ from scripts.benchmarks.programs import __main__ as program
 from scripts.benchmarks.programs import contestants
 from scripts.benchmarks.programs.race import Command, Program, ProgramError, Race
 
-pytestmark = [pytest.mark.guides, pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc")]
+pytestmark = [
+    pytest.mark.guides,
+    pytest.mark.skipif(sys.platform != "linux", reason="programs are observed by /proc"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
-# A "trainer" whose step takes a given time and whose loss is 1/step, until its folder has a file of the given name. Its
-# child only waits, as a data worker does.
+# A "trainer" whose step takes a given time and whose loss is 1/step, until its folder has a file of
+# the given name. Its child only waits, as a data worker does.
 TRAINER = """
 import os, subprocess, sys, time
 step_s, step = float(sys.argv[1]), 0
@@ -49,20 +53,33 @@ def race_of(folder: Path, turns: int, **commands: Command) -> Race:
 
 
 def test_programs_take_turns_and_only_one_runs(tmp_path: Path) -> None:
-    """Steps are counted and timed per turn, and the slower program takes longer, at any load of the machine."""
+    """Steps are counted and timed per turn, and the slower program takes longer, at any load of the
+    machine."""
     race = race_of(tmp_path, 3, ours=command(tmp_path, 0.01), slow=command(tmp_path, 0.06))
     for turns, _ in enumerate(race.run(starts=2), start=1):
-        # Two steps at the start, then per turn one that does not count and five that do (and more until the stop).
+        # Two steps at the start, then per turn one that does not count and five that do (and more
+        # until the stop).
         for row in race.rows("ours", {}).values():
             assert len(row["losses"]) >= 2 + 6 * turns
     rows = race.rows("ours", {})
-    # A program stands still in the middle of a step, so that a turn may hold a little less than its steps.
+    # A program stands still in the middle of a step, so that a turn may hold a little less than its
+    # steps.
     assert 0.005 < rows["ours"]["step_s"]["median"] < rows["slow"]["step_s"]["median"]
     ratio = rows["ours"]["ratios"]["slow"]
-    assert 0 < ratio["median"] < 1 and set(rows["ours"]["ratios"]) == {"slow"} and rows["slow"]["ratios"] == {}
-    assert len(ratio["values"]) == 3 and len(rows["slow"]["start_s"]["values"]) == 2 and not race.turns.failed()
+    assert (
+        0 < ratio["median"] < 1
+        and set(rows["ours"]["ratios"]) == {"slow"}
+        and rows["slow"]["ratios"] == {}
+    )
+    assert (
+        len(ratio["values"]) == 3
+        and len(rows["slow"]["start_s"]["values"]) == 2
+        and not race.turns.failed()
+    )
     for row in rows.values():
-        assert row["losses"] == pytest.approx([1 / step for step in range(1, len(row["losses"]) + 1)])
+        assert row["losses"] == pytest.approx(
+            [1 / step for step in range(1, len(row["losses"]) + 1)]
+        )
         assert row["peak_rss_bytes"] > 2**20
         assert row["cpu_s"]["median"] < row["step_s"]["median"]
 
@@ -100,21 +117,38 @@ def process_state(pid: int) -> str:
 
 
 def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
-    """Its reason is saved, its later turns do not count, and ratios are those of the rounds before."""
-    race = race_of(tmp_path, 3, ours=command(tmp_path, 0.005), dies=command(tmp_path, 0.005, until="the first round"))
+    """Its reason is saved, its later turns do not count, and ratios are those of the rounds
+    before."""
+    race = race_of(
+        tmp_path,
+        3,
+        ours=command(tmp_path, 0.005),
+        dies=command(tmp_path, 0.005, until="the first round"),
+    )
     for _ in race.run():
         (tmp_path / "the first round").touch()
     rows = race.rows("ours", {})
     assert "ValueError: it is over" in race.turns.failed()["dies"]
-    assert len(rows["ours"]["ratios"]["dies"]["values"]) == 1 and len(rows["ours"]["step_s"]["values"]) == 3
+    assert (
+        len(rows["ours"]["ratios"]["dies"]["values"]) == 1
+        and len(rows["ours"]["step_s"]["values"]) == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "timeout_s", "message"),
     [
-        ("print('starting'); time.sleep(60)", 0.5, r"no step within 0\.5 s; (starting|it said nothing)"),
+        (
+            "print('starting'); time.sleep(60)",
+            0.5,
+            r"no step within 0\.5 s; (starting|it said nothing)",
+        ),
         # Its steps would be timed, but they are no training.
-        ("print('step 1 loss 2.5\\nstep 2 loss nan\\nstep 3 loss nan'); time.sleep(60)", 20, "loss nan at step 2"),
+        (
+            "print('step 1 loss 2.5\\nstep 2 loss nan\\nstep 3 loss nan'); time.sleep(60)",
+            20,
+            "loss nan at step 2",
+        ),
         # A report is published; the folders of the machine that wrote it are not.
         (
             "sys.stderr.write('/home/me/peer/train.py:5: step 1/2 and/or 3\\n')",
@@ -125,17 +159,25 @@ def test_a_program_that_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     ids=["no step", "not a number", "folders"],
 )
 def test_programs_that_fail(code: str, timeout_s: float, message: str, tmp_path: Path) -> None:
-    """A program without a step fails in time, one without a finite loss at once; no folder is named."""
+    """A program without a step fails in time, one without a finite loss at once; no folder is
+    named."""
     words = [sys.executable, "-c", f"import sys, time; {code}"]
-    one = Program(Command(words, tmp_path, r"^step \d+ loss ([\d.]+|nan|inf)"), tmp_path / "err", timeout_s)
+    one = Program(
+        Command(words, tmp_path, r"^step \d+ loss ([\d.]+|nan|inf)"), tmp_path / "err", timeout_s
+    )
     with pytest.raises(ProgramError, match=f"^{message}$"):
         one.steps(3)
     assert one._family() == []
 
 
 def test_a_peer_is_compared_with_the_program_of_ours_that_computes_the_same(tmp_path: Path) -> None:
-    """nanoGPT's gelu is exact, so its ratio is that of our exact gelu, which exists beside nanoGPT only."""
-    assert set(contestants.COMPARED_WITH) <= set(contestants.PROGRAMS) >= set(contestants.COMPARED_WITH.values())
+    """nanoGPT's gelu is exact, so its ratio is that of our exact gelu, which exists beside nanoGPT
+    only."""
+    assert (
+        set(contestants.COMPARED_WITH)
+        <= set(contestants.PROGRAMS)
+        >= set(contestants.COMPARED_WITH.values())
+    )
     names = ("ours", "exact", "peer", "exact_peer")
     race = race_of(tmp_path, 1, **{name: command(tmp_path, 0.001) for name in names})
     for _ in race.run():
@@ -169,7 +211,8 @@ with torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16):
 def test_nanogpt_is_told_that_the_cpu_is_a_gpu_where_it_asks_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Helped (fused AdamW, our library) and in bf16, which computes in bf16 then; otherwise it runs as it is."""
+    """Helped (fused AdamW, our library) and in bf16, which computes in bf16 then; otherwise it runs
+    as it is."""
     (tmp_path / "train.py").write_text(GPU_PROGRAM)
     monkeypatch.setattr(contestants, "library_for", lambda wanted: "onednn")
     helped: list[str] = []
@@ -178,9 +221,15 @@ def test_nanogpt_is_told_that_the_cpu_is_a_gpu_where_it_asks_for_one(
         ("fp32", "nanoGPT helped", True),
         ("bf16", "nanoGPT", True),
     ):
-        options = program.parse([*TINY.split(), f"--nanogpt={tmp_path}", f"--only={name}", f"--dtype={dtype}"])
+        options = program.parse(
+            [*TINY.split(), f"--nanogpt={tmp_path}", f"--only={name}", f"--dtype={dtype}"]
+        )
         (made,) = program.commands_of(options, tmp_path)[0].values()
-        assert [word.endswith("on_cpu.py") for word in made.words[1:2]] == [through] == ["--device=cuda" in made.words]
+        assert (
+            [word.endswith("on_cpu.py") for word in made.words[1:2]]
+            == [through]
+            == ["--device=cuda" in made.words]
+        )
         assert ("--onednn" in made.words) == (name == "nanoGPT helped")
         helped = made.words if "--onednn" in made.words else helped
     said = subprocess.run(helped, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -188,7 +237,8 @@ def test_nanogpt_is_told_that_the_cpu_is_a_gpu_where_it_asks_for_one(
 
 
 def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:
-    """Lines of torch 2.13 with oneDNN 3.12 and MKL 2024 with everything, and with AVX2 only; nothing known without."""
+    """Lines of torch 2.13 with oneDNN 3.12 and MKL 2024 with everything, and with AVX2 only;
+    nothing known without."""
     text = (
         "torch AVX512\n"
         "MKL_VERBOSE oneMKL 2024.0 Update 2 Product build 20240605 for Intel(R) 64 architecture Intel(R) Advanced "
@@ -199,7 +249,10 @@ def test_instruction_sets_are_read_from_what_the_libraries_print() -> None:
     assert found["torch"] == "AVX512" and found["oneDNN"] == "AVX-512 with Intel DL Boost"
     assert found["MKL"].startswith("AVX-512")
     mkl = "MKL_VERBOSE oneMKL for Intel(R) 64 architecture Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) "
-    assert processor.instruction_sets_in(f"torch AVX2\n{mkl}enabled processors, Lnx 2.30GHz\n")["MKL"] == "AVX2"
+    assert (
+        processor.instruction_sets_in(f"torch AVX2\n{mkl}enabled processors, Lnx 2.30GHz\n")["MKL"]
+        == "AVX2"
+    )
     assert set(processor.instruction_sets_in("").values()) == {processor.UNKNOWN}
 
 
@@ -208,30 +261,39 @@ def test_the_environment_of_avx2_reaches_torch() -> None:
 
 
 def test_inputs_hold_the_same_tokens(tmp_path: Path) -> None:
-    """Every format holds one stream of tokens below the vocabulary size; pairs of bytes use much of a large one."""
+    """Every format holds one stream of tokens below the vocabulary size; pairs of bytes use much of
+    a large one."""
     for vocab_size in (256, 16384):
         contestants.write_inputs(tmp_path, vocab_size)
         tokens = np.fromfile(tmp_path / "train.bin", dtype="<u2")
-        assert tokens.size > 100_000 and tokens.max() < vocab_size and len(set(tokens.tolist())) > 90
+        assert (
+            tokens.size > 100_000 and tokens.max() < vocab_size and len(set(tokens.tolist())) > 90
+        )
         dataset = IndexedDataset(str(tmp_path / "ours"))
         ours = np.concatenate([dataset.document(number) for number in range(dataset.num_documents)])
         assert np.array_equal(ours, tokens)
     assert (tmp_path / "meta.pkl").read_text() == "(dS'vocab_size'\nI16384\ns."
 
 
-TINY = (
-    "--num_layers=1 --hidden_size=32 --num_attention_heads=2 --head_groups=2 --ffn_hidden_size=64 --sequence_length=32"
-)
+TINY = "--num_layers=1 --hidden_size=32 --num_attention_heads=2 --head_groups=2 --ffn_hidden_size=64 --sequence_length=32"
 
 
 def test_our_program_races_and_missing_peers_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without checkouts and packages only our row trains; the others say what they lack, and the exit code is 0."""
+    """Without checkouts and packages only our row trains; the others say what they lack, and the
+    exit code is 0."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     output = tmp_path / "results.json"
-    words = [*TINY.split(), "--turns=2", "--steps_per_turn=10", "--threads=1", "--isa=avx2", f"--output={output}"]
+    words = [
+        *TINY.split(),
+        "--turns=2",
+        "--steps_per_turn=10",
+        "--threads=1",
+        "--isa=avx2",
+        f"--output={output}",
+    ]
     python = tmp_path / "python"  # an interpreter without the peers' packages
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
@@ -264,9 +326,17 @@ def test_trainer_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_terminated_race_leaves_no_programs(tmp_path: Path) -> None:
     """SIGTERM, which `timeout` sends, ends the stopped programs, too."""
-    words = ["-m", "scripts.benchmarks.programs", *TINY.split(), "--only=megatron_lite", "--turns=1000"]
+    words = [
+        "-m",
+        "scripts.benchmarks.programs",
+        *TINY.split(),
+        "--only=megatron_lite",
+        "--turns=1000",
+    ]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    race = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    race = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
     assert race.stderr is not None
     for line in race.stderr:
         if re.match(r"benchmark: turn 1:", line):
@@ -275,7 +345,11 @@ def test_a_terminated_race_leaves_no_programs(tmp_path: Path) -> None:
     race.wait(30)
     race.stderr.close()
     deadline = time.monotonic() + 10
-    while left := [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]:
+    while left := [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if str(tmp_path).encode() in _bytes(path)
+    ]:
         assert time.monotonic() < deadline, left
     assert not list(tmp_path.iterdir())
 

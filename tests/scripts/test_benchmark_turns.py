@@ -1,4 +1,5 @@
-"""The runner and the format of all benchmarks: rounds, warm-up, quiet turns, failures, ratios, tables and goals."""
+"""The runner and the format of all benchmarks: rounds, warm-up, quiet turns, failures, ratios,
+tables and goals."""
 
 from typing import Any
 
@@ -23,22 +24,39 @@ def test_contestants_take_turns_in_another_order_each_round() -> None:
     turns = Turns(["a", "b"], measure, 2, warm_up=1)
     assert len(list(turns.run())) == 3
     assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
-    assert turns.records["a"].spread("seconds") == {"median": 1.5, "quartiles": [1.25, 1.75], "values": [1.0, 2.0]}
+    assert turns.records["a"].spread("seconds") == {
+        "median": 1.5,
+        "quartiles": [1.25, 1.75],
+        "values": [1.0, 2.0],
+    }
     assert turns.records["a"].every("seconds") == [100.0, 1.0, 2.0]
     assert turns.ratio("a", "b") == {"median": 0.5, "quartiles": [0.5, 0.5], "values": [0.5, 0.5]}
 
 
 def test_turns_beside_other_programs_do_not_count() -> None:
-    """Rounds are repeated until enough are quiet, a few times at most; a ratio is of rounds in which both count."""
+    """Rounds are repeated until enough are quiet, a few times at most; a ratio is of rounds in
+    which both count."""
     others = iter([0.0, 0.3, 0.0, 0.0, 0.3, 0.0])
-    turns = Turns(["a", "b"], lambda name, turn: {"seconds": 1.0 + turn, "others": next(others)}, 2, max_others=0.1)
+    turns = Turns(
+        ["a", "b"],
+        lambda name, turn: {"seconds": 1.0 + turn, "others": next(others)},
+        2,
+        max_others=0.1,
+    )
     assert len(list(turns.run())) == 3
-    assert turns.records["a"].counts == [True, True, False] and turns.records["b"].counts == [False, True, True]
+    assert turns.records["a"].counts == [True, True, False] and turns.records["b"].counts == [
+        False,
+        True,
+        True,
+    ]
     ratios = turns.ratio("a", "b")
     assert ratios is not None and ratios["values"] == [1.0]
-    never = Turns(["a"], lambda name, turn: {"seconds": 1.0, "others": 0.0}, 2, max_others=-1.0, repeats=4)
+    never = Turns(
+        ["a"], lambda name, turn: {"seconds": 1.0, "others": 0.0}, 2, max_others=-1.0, repeats=4
+    )
     assert len(list(never.run())) == 8 and never.records["a"].spread("seconds") is None
-    # The kernel counts in ticks of 10 ms: in a short turn a program may seem to have taken more than there was.
+    # The kernel counts in ticks of 10 ms: in a short turn a program may seem to have taken more
+    # than there was.
     assert Load(0.001, 0.01, 0.0).others == 0.0
 
 
@@ -50,18 +68,27 @@ def test_a_failure_ends_one_contestant() -> None:
 
     turns = Turns(["a", "b"], measure, 3, failures=(ValueError,))
     assert len(list(turns.run())) == 3 and turns.failed() == {"b": "ValueError: it is over"}
-    assert turns.records["b"].counted("seconds") == [1.0, None, None] and list(turns.sound()) == ["a"]
+    assert turns.records["b"].counted("seconds") == [1.0, None, None] and list(turns.sound()) == [
+        "a"
+    ]
     with pytest.raises(ValueError, match="it is over"):
         list(Turns(["b"], measure, 3).run())
 
 
 def test_tables_and_goals_read_the_same_rows() -> None:
-    """A ratio is found in either direction; a column without a number is left out; unmeasured goals are not claimed."""
+    """A ratio is found in either direction; a column without a number is left out; unmeasured goals
+    are not claimed."""
     rows: dict[str, dict[str, Any]] = {
         "a": {"s": spread_of([1.0, 3.0]), "n": 5, "ratios": {"b": spread_of([0.5])}},
         "b": {"s": None, "n": 7},
     }
-    columns = (spread("ms", "s", 0, 1e3), number("n", "n", ".1f"), over("/ b", "b"), over("/ a", "a"), over("/ c", "c"))
+    columns = (
+        spread("ms", "s", 0, 1e3),
+        number("n", "n", ".1f"),
+        over("/ b", "b"),
+        over("/ a", "a"),
+        over("/ c", "c"),
+    )
     assert table(rows, columns) == [
         "|  | ms | n | / b | / a |",
         "| --- | --- | --- | --- | --- |",
@@ -72,7 +99,11 @@ def test_tables_and_goals_read_the_same_rows() -> None:
         "median": 1 / 3,
         "quartiles": [1 / 3.5, 1 / 2.5],
     }
-    goals = [Goal("a", "/ b", 0.4, 0.3), Goal("b", "n", 6, at_least=True), Goal("b", "n", 6, where={"x": 1})]
+    goals = [
+        Goal("a", "/ b", 0.4, 0.3),
+        Goal("b", "n", 6, at_least=True),
+        Goal("b", "n", 6, where={"x": 1}),
+    ]
     goals.append(Goal("c", "n", 6))
     assert list(verdicts(goals, rows, {"x": 2})) == [
         "a / b: 0.5, goal: at most 0.4, moonshot 0.3: missed",

@@ -1,4 +1,5 @@
-"""scripts/convert_checkpoint.py: what goes in comes out, in both directions, and what cannot be is refused.
+"""scripts/convert_checkpoint.py: what goes in comes out, in both directions, and what cannot be is
+refused.
 
 The oracle is transformers, which makes the folders and loads them again.
 """
@@ -45,13 +46,18 @@ def theirs(tmp_path: Path) -> Path:
 
 def state_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a Hugging Face folder."""
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Bit for bit."""
     return left.keys() == right.keys() and all(
-        value.dtype == right[name].dtype and torch.equal(value, right[name]) for name, value in left.items()
+        value.dtype == right[name].dtype and torch.equal(value, right[name])
+        for name, value in left.items()
     )
 
 
@@ -61,22 +67,32 @@ def write_typed(name: str, folder: Path, dtype: torch.dtype) -> Path:
     state = {key: value.to(dtype) for key, value in state_of(folder).items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "dtype": str(dtype).removeprefix("torch.")}))
+    (folder / "config.json").write_text(
+        json.dumps({**content, "dtype": str(dtype).removeprefix("torch.")})
+    )
     return folder
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in FAMILIES],
 )
 def test_a_folder_goes_through_a_checkpoint_unchanged(name: str, tmp_path: Path) -> None:
-    """Folder -> ours -> folder, in several files on the way: the same tensors bit for bit, the same logits in
-    transformers, and both steps verified by our own layers to the last bit."""
+    """Folder -> ours -> folder, in several files on the way: the same tensors bit for bit, the same
+    logits in transformers, and both steps verified by our own layers to the last bit."""
     theirs = write_folder(name, tmp_path / "theirs")
     assert convert(theirs, tmp_path / "ours", "distributed", "--shard_size=9KB", "--verify") == 0
     assert len(list((tmp_path / "ours").glob("rank_*.safetensors"))) > 1
-    assert convert(tmp_path / "ours", tmp_path / "again", "huggingface", "--shard_size=15KB", "--verify") == 0
+    assert (
+        convert(
+            tmp_path / "ours", tmp_path / "again", "huggingface", "--shard_size=15KB", "--verify"
+        )
+        == 0
+    )
     assert same(state_of(theirs), state_of(tmp_path / "again"))
-    before, after = (logits_of(load_model(folder), random_tokens()) for folder in (theirs, tmp_path / "again"))
+    before, after = (
+        logits_of(load_model(folder), random_tokens()) for folder in (theirs, tmp_path / "again")
+    )
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "ours", "theirs"]
 
@@ -86,7 +102,9 @@ def test_half_precision_goes_through_unchanged(tmp_path: Path, dtype: torch.dtyp
     """The checkpoint is fp32, knows what it was, and gives the same bits back."""
     theirs = write_typed(FAST, tmp_path / "theirs", dtype)
     assert convert(theirs, tmp_path / "ours", "distributed") == 0
-    assert {saved.dtype for saved in manifest.read(tmp_path / "ours").parameters.values()} == {torch.float32}
+    assert {saved.dtype for saved in manifest.read(tmp_path / "ours").parameters.values()} == {
+        torch.float32
+    }
     assert convert(tmp_path / "ours", tmp_path / "again", "huggingface") == 0
     assert same(state_of(theirs), state_of(tmp_path / "again"))
 
@@ -94,19 +112,30 @@ def test_half_precision_goes_through_unchanged(tmp_path: Path, dtype: torch.dtyp
 def test_a_dtype_is_rounded_to_once_and_verified(
     theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp32 -> bf16 is torch's own rounding; --verify states a difference within what rounding explains."""
+    """fp32 -> bf16 is torch's own rounding; --verify states a difference within what rounding
+    explains."""
     assert convert(theirs, tmp_path / "bf16", "huggingface", "--dtype=bf16", "--verify") == 0
     expected = {name: value.to(torch.bfloat16) for name, value in state_of(theirs).items()}
     assert same(expected, state_of(tmp_path / "bf16"))
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("verified: "))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("verified: ")
+    )
     assert 0 < float(line.split("logits: ")[1].split()[0]) < 1
 
 
-def test_another_architecture_for_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--export_model_type: a GPT-2 becomes a GPTBigCode with the same logits; one that cannot express it is refused."""
+def test_another_architecture_for_the_same_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--export_model_type: a GPT-2 becomes a GPTBigCode with the same logits; one that cannot
+    express it is refused."""
     theirs = write_folder("gpt2", tmp_path / "theirs")
-    assert convert(theirs, tmp_path / "other", "huggingface", "--export_model_type=gpt_bigcode", "--verify") == 0
+    assert (
+        convert(
+            theirs, tmp_path / "other", "huggingface", "--export_model_type=gpt_bigcode", "--verify"
+        )
+        == 0
+    )
     model = load_model(tmp_path / "other")
     assert model.config.model_type == "gpt_bigcode"
     before = logits_of(load_model(theirs), random_tokens())
@@ -117,7 +146,8 @@ def test_another_architecture_for_the_same_model(tmp_path: Path, capsys: pytest.
 
 
 def test_shards_are_those_of_transformers(tmp_path: Path) -> None:
-    """As many files, with the same tensors together, as `save_pretrained` makes; the total in the index is right."""
+    """As many files, with the same tensors together, as `save_pretrained` makes; the total in the
+    index is right."""
     hub = pytest.importorskip("huggingface_hub")
     theirs = write_folder(FAST, tmp_path / "theirs")
     for size in ("9KB", "500B", "1TB"):
@@ -125,14 +155,20 @@ def test_shards_are_those_of_transformers(tmp_path: Path) -> None:
         assert convert(theirs, target, "huggingface", f"--shard_size={size}") == 0
         state = state_of(target)
         limit = {"9KB": 9000, "500B": 500, "1TB": 10**12}[size]
-        expected = hub.split_torch_state_dict_into_shards(dict(sorted(state.items())), max_shard_size=limit)
+        expected = hub.split_torch_state_dict_into_shards(
+            dict(sorted(state.items())), max_shard_size=limit
+        )
         found = {path.name: sorted(load_file(path)) for path in target.glob("*.safetensors")}
-        assert found == {name: sorted(names) for name, names in expected.filename_to_tensors.items()}
+        assert found == {
+            name: sorted(names) for name, names in expected.filename_to_tensors.items()
+        }
         index = target / "model.safetensors.index.json"
         assert index.exists() == (len(found) > 1)
         if index.exists():
             content = json.loads(index.read_text())
-            assert content["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+            assert content["metadata"]["total_size"] == sum(
+                value.nbytes for value in state.values()
+            )
             assert content["weight_map"] == expected.tensor_to_filename
         assert same(state_of(theirs), state)
 
@@ -178,14 +214,34 @@ def a_folder_with(*names: str) -> Callable[[Path], None]:
 FOREIGN = "holds files that belong to no checkpoint or export"
 NESTED = "must not contain each other"
 REFUSALS: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
-    "exists": (a_folder_with("config.json"), [], 2, "exists; choose another folder, or replace it with --exist_ok"),
+    "exists": (
+        a_folder_with("config.json"),
+        [],
+        2,
+        "exists; choose another folder, or replace it with --exist_ok",
+    ),
     "is a file": (a_file, ["--exist_ok"], 2, FOREIGN),
     "foreign file": (a_folder_with("config.json", "notes.txt"), ["--exist_ok"], 2, FOREIGN),
-    "a link": (lambda folder: folder.symlink_to(folder.parent / "theirs"), ["--exist_ok"], 2, NESTED),
+    "a link": (
+        lambda folder: folder.symlink_to(folder.parent / "theirs"),
+        ["--exist_ok"],
+        2,
+        NESTED,
+    ),
     "size": (None, ["--shard_size=5gb"], 2, "--shard_size=5gb: gb is not a unit"),
     "average": (None, ["--weights=average"], 4, "one set of weights"),
-    "no tokenizer": (None, ["--tokenizer_file=/nowhere/t.json"], 3, "/nowhere/t.json: cannot be read"),
-    "overflow": (None, ["--dtype=fp16"], 5, "model.norm.weight has a weight of 1e+06, too large for fp16"),
+    "no tokenizer": (
+        None,
+        ["--tokenizer_file=/nowhere/t.json"],
+        3,
+        "/nowhere/t.json: cannot be read",
+    ),
+    "overflow": (
+        None,
+        ["--dtype=fp16"],
+        5,
+        "model.norm.weight has a weight of 1e+06, too large for fp16",
+    ),
 }
 
 
@@ -214,8 +270,13 @@ def test_impossible_conversions_are_refused_and_change_nothing(
 def test_a_folder_inside_the_source_and_a_wrong_number_are_refused(
     theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written into what is read, nor a checkpoint under the number of another iteration."""
-    for target, said in (("theirs/in", NESTED), ("theirs", NESTED), ("7", "must be named after its iteration")):
+    """Nothing is written into what is read, nor a checkpoint under the number of another
+    iteration."""
+    for target, said in (
+        ("theirs/in", NESTED),
+        ("theirs", NESTED),
+        ("7", "must be named after its iteration"),
+    ):
         assert convert(theirs, tmp_path / target, "distributed", "--exist_ok") == 2
         assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -238,11 +299,14 @@ def convert_and_die(theirs: Path, target: Path) -> None:
 
 
 def test_killed_in_between_nothing_half_appears(tmp_path: Path) -> None:
-    """SIGKILL while it writes: no folder of that name; the next conversion sweeps what was left, and only that."""
+    """SIGKILL while it writes: no folder of that name; the next conversion sweeps what was left,
+    and only that."""
     theirs, target = write_folder(FAST, tmp_path / "theirs"), tmp_path / "to"
     other = tmp_path / ".tmp-other-0123456789abcdef"
     other.mkdir()
-    process = multiprocessing.get_context("forkserver").Process(target=convert_and_die, args=(theirs, target))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=convert_and_die, args=(theirs, target)
+    )
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -253,7 +317,9 @@ def test_killed_in_between_nothing_half_appears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_others_can_read_it_where_the_umask_lets_them(theirs: Path, tmp_path: Path, mask: int) -> None:
+def test_others_can_read_it_where_the_umask_lets_them(
+    theirs: Path, tmp_path: Path, mask: int
+) -> None:
     """Files 0644 and folders 0755 as a rule; a stricter umask is what its user wants."""
     previous = os.umask(mask)
     try:
@@ -263,11 +329,16 @@ def test_others_can_read_it_where_the_umask_lets_them(theirs: Path, tmp_path: Pa
         os.umask(previous)
     for kind in ("huggingface", "distributed"):
         assert (tmp_path / kind).stat().st_mode & 0o777 == 0o777 & ~mask
-        assert {path.stat().st_mode & 0o777 for path in (tmp_path / kind).iterdir()} == {0o666 & ~mask}
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / kind).iterdir()} == {
+            0o666 & ~mask
+        }
 
 
-def test_no_more_than_one_parameter_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a parameter is read, those before it are gone, and nothing larger than the largest is ever made."""
+def test_no_more_than_one_parameter_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a parameter is read, those before it are gone, and nothing larger than the largest is
+    ever made."""
     theirs, read_whole = write_folder(FAST, tmp_path / "theirs"), script.conversion.read_whole
     read: list[weakref.ref[Tensor]] = []
 
@@ -301,4 +372,6 @@ def test_special_tokens_and_the_tokenizer_come_along(theirs: Path, tmp_path: Pat
     for name, eos in (("1", 2), ("2", 2)):  # nothing was trained to end otherwise
         content = json.loads((tmp_path / name / "config.json").read_text())
         assert (content["bos_token_id"], content["eos_token_id"]) == (1, eos)
-    assert (tmp_path / "2" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    assert (tmp_path / "2" / "tokenizer.json").read_bytes() == (
+        theirs / "tokenizer.json"
+    ).read_bytes()

@@ -1,4 +1,5 @@
-"""The report of a CPU: every command in it is legal, results add up, and docs/benchmarks.md shows the newest ones."""
+"""The report of a CPU: every command in it is legal, results add up, and docs/benchmarks.md shows
+the newest ones."""
 
 import json
 from pathlib import Path
@@ -26,10 +27,23 @@ def spreads(**medians: float) -> dict[str, Any]:
     return {name.replace("_", "-"): spread(median) for name, median in medians.items()}
 
 
-MACHINE = {"device": "A CPU", "cores": 2, "instruction_sets": {"torch": "AVX2", "oneDNN": "AVX2", "MKL": "AVX2"}}
-ENVIRONMENT = {"machine": MACHINE, "versions": {"torch": "2.13"}, "commit": "abc", "date": "2026-01-01"}
+MACHINE = {
+    "device": "A CPU",
+    "cores": 2,
+    "instruction_sets": {"torch": "AVX2", "oneDNN": "AVX2", "MKL": "AVX2"},
+}
+ENVIRONMENT = {
+    "machine": MACHINE,
+    "versions": {"torch": "2.13"},
+    "commit": "abc",
+    "date": "2026-01-01",
+}
 PROGRAM = {"step_s": spread(0.2), "start_s": spread(3.5), "ratios": {}}
-PROFILED = {"step_s": spread(1.0), "ratios": {}, "profile_s": {"products": 0.5, "compiled": 0.0, "rest": 0.1}}
+PROFILED = {
+    "step_s": spread(1.0),
+    "ratios": {},
+    "profile_s": {"products": 0.5, "compiled": 0.0, "rest": 0.1},
+}
 
 
 def result(missing: dict[str, str], **rows: Any) -> dict[str, Any]:
@@ -46,13 +60,16 @@ REPORT: dict[str, Any] = {
     },
     "steps gpt2-11m one thread": {"all": result({}, **ROWS)},
     "steps llama-39m two ranks": {
-        "all": result({"torchtitan": "no row"}, DDP=DDP, **{"ZeRO-1": {"step_s": spread(0.8), "ratios": {}}})
+        "all": result(
+            {"torchtitan": "no row"}, DDP=DDP, **{"ZeRO-1": {"step_s": spread(0.8), "ratios": {}}}
+        )
     },
 }
 
 
 def test_commands_are_legal(tmp_path: Path) -> None:
-    """Each benchmark accepts its arguments, and the rows that goals need are among those that run."""
+    """Each benchmark accepts its arguments, and the rows that goals need are among those that
+    run."""
     for run in RUNS:
         if run.kind == "programs":
             options = programs.parse(run.arguments())
@@ -75,17 +92,26 @@ def rendered(folder: Path, report: dict[str, Any]) -> str:
 
 
 def test_tables_show_what_was_measured(tmp_path: Path) -> None:
-    """Goals met are plain, goals missed are bold, missing programs are named, unmeasured tables say so."""
+    """Goals met are plain, goals missed are bold, missing programs are named, unmeasured tables say
+    so."""
     text = rendered(tmp_path, REPORT)
     assert "| one process, all cores: program / nanoGPT | 0.92 | 0.80 |  | 0.70 |  |  |" in text
-    assert "| one process, all cores: peak memory / smallest peer's | 1.00 |  |  | 0.50 |  |  |" in text
-    assert "| two ranks: step / DDP | 0.90 | 0.82 |  |  | 0.80 |  |" in text
-    assert "| GPT-2 11M | nanoGPT |  |  |  |  | 0.70 (0.35-1.40) | 200 (100-400) | 200 | 3.5 |" in text
-    assert "Not run: litgpt (litgpt is not installed)." in text and "Not run: torchtitan" not in text
-    assert "A CPU, 2 cores; torch: AVX2; oneDNN: AVX2; MKL: AVX2; torch 2.13; commit abc, 2026-01-01." in text
-    table = (
-        "GPT-2 11M, one thread, everything:\n\n|  | profiled step, ms | products | rest |\n| --- | --- | --- | --- |\n"
+    assert (
+        "| one process, all cores: peak memory / smallest peer's | 1.00 |  |  | 0.50 |  |  |"
+        in text
     )
+    assert "| two ranks: step / DDP | 0.90 | 0.82 |  |  | 0.80 |  |" in text
+    assert (
+        "| GPT-2 11M | nanoGPT |  |  |  |  | 0.70 (0.35-1.40) | 200 (100-400) | 200 | 3.5 |" in text
+    )
+    assert (
+        "Not run: litgpt (litgpt is not installed)." in text and "Not run: torchtitan" not in text
+    )
+    assert (
+        "A CPU, 2 cores; torch: AVX2; oneDNN: AVX2; MKL: AVX2; torch 2.13; commit abc, 2026-01-01."
+        in text
+    )
+    table = "GPT-2 11M, one thread, everything:\n\n|  | profiled step, ms | products | rest |\n| --- | --- | --- | --- |\n"
     assert f"{table}| torch | 600 | 500.0 | 100.0 |\n| ZeRO-1 | 600 | 500.0 | 100.0 |\n" in text
     missed = json.loads(json.dumps(REPORT).replace("0.7", "0.97"))
     assert "| 0.92 | 0.80 |  | **0.97** |" in rendered(tmp_path, missed)
@@ -93,9 +119,12 @@ def test_tables_show_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second call replaces what it measures again and keeps the rest; a run without a result fails the call."""
+    """A second call replaces what it measures again and keeps the rest; a run without a result
+    fails the call."""
     output = tmp_path / "report.json"
-    results = iter([{"n": 1, "losses": [1.0]}, {"n": 2, "settings": {"python": "/secret"}}, {"n": 3}, None])
+    results = iter(
+        [{"n": 1, "losses": [1.0]}, {"n": 2, "settings": {"python": "/secret"}}, {"n": 3}, None]
+    )
     monkeypatch.setattr(cpu_report, "measure", lambda *_: next(results))
     only = "--only=steps llama-39m all cores"
     assert cpu_report.main([only, f"--output={output}"]) == 0

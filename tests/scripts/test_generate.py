@@ -1,4 +1,5 @@
-"""scripts/generate.py: what it prints for prompts of every kind, from every kind of folder, and clear errors."""
+"""scripts/generate.py: what it prints for prompts of every kind, from every kind of folder, and
+clear errors."""
 
 import io
 import json
@@ -18,13 +19,22 @@ from tests.support.token_files import save_byte_tokenizer
 
 PROMPTS = ("def f(", "a", "the quick brown fox", "a")
 MODEL = dict(
-    vocab_size=257, sequence_length=64, max_position_embeddings=64, head_groups=2, init_method_std=0.4, window_size=9
-) | dict(use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False)
+    vocab_size=257,
+    sequence_length=64,
+    max_position_embeddings=64,
+    head_groups=2,
+    init_method_std=0.4,
+    window_size=9,
+) | dict(
+    use_rotary_embeddings=True, gated=True, normalization_type="rms_norm", add_linear_biases=False
+)
 
 
 def save_model(distributed: Distributed, folder: str) -> None:
     """A short run leaves both: the checkpoint of its last iteration, and an export."""
-    run = dict(train_iters=1, lr=1e-6, lr_warmup=0, experiment_dir=f"{folder}/run", export_interval=1)
+    run = dict(
+        train_iters=1, lr=1e-6, lr_warmup=0, experiment_dir=f"{folder}/run", export_interval=1
+    )
     options = MODEL | run | {"tokenizer_file": f"{folder}/tokenizer.json"}
     train_whole(distributed, tiny_config(distributed.world_size, **options))
 
@@ -62,7 +72,9 @@ def repeated(values: tuple[str, ...]) -> list[str]:
     return [f"--prompt={value}" for value in values]
 
 
-def test_greedy_texts_are_those_of_transformers_on_the_export(export: Path, call: Callable[..., Any]) -> None:
+def test_greedy_texts_are_those_of_transformers_on_the_export(
+    export: Path, call: Callable[..., Any]
+) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
@@ -77,33 +89,48 @@ def test_greedy_texts_are_those_of_transformers_on_the_export(export: Path, call
         assert (line["prompt"], found) == (prompt, expected)
         assert line["prompt_tokens"] == len(prompt)
         assert line["text"].encode() == bytes(line["tokens"]).decode(errors="replace").encode()
-    assert len({token for line in objects(output) for token in line["tokens"]}) > 10, "few tokens prove little"
+    assert len({token for line in objects(output) for token in line["tokens"]}) > 10, (
+        "few tokens prove little"
+    )
 
 
-def test_a_checkpoint_gives_the_texts_of_its_export(run: Path, export: Path, call: Callable[..., Any]) -> None:
-    """From the export, the checkpoint, and the folder of checkpoints; the tokenizer is the one it was trained with."""
+def test_a_checkpoint_gives_the_texts_of_its_export(
+    run: Path, export: Path, call: Callable[..., Any]
+) -> None:
+    """From the export, the checkpoint, and the folder of checkpoints; the tokenizer is the one it
+    was trained with."""
     options = ("--prompt", "the", "--temperature=0", "--max_new_tokens=12", "--json_lines")
     first = call("--model", export, *options)
     assert first[0] == 0
     for folder in (run / "checkpoints", run / "checkpoints" / "1"):
         assert call("--model", folder, *options)[:2] == first[:2]
-        assert call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json")[:2] == first[:2]
+        assert (
+            call("--model", folder, *options, "--tokenizer_file", export / "tokenizer.json")[:2]
+            == first[:2]
+        )
 
 
-def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(run: Path, call: Callable[..., Any]) -> None:
+def test_a_checkpoint_whose_tokenizer_is_gone_asks_for_one(
+    run: Path, call: Callable[..., Any]
+) -> None:
     kept = run.parent / "tokenizer.json"
     kept.rename(run.parent / "moved.json")
     try:
         code, _, error = call("--model", run / "checkpoints", "--prompt", "x")
     finally:
         (run.parent / "moved.json").rename(kept)
-    assert code == 3 and f"--tokenizer_file={kept}, which no longer exists" in error and error.count("\n") == 1
+    assert (
+        code == 3
+        and f"--tokenizer_file={kept}, which no longer exists" in error
+        and error.count("\n") == 1
+    )
 
 
 def test_chat_writes_prompts_by_the_template(
     export: Path, call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is that of the prompt as the template writes it, up to what ends the assistant's turn there.
+    """The text is that of the prompt as the template writes it, up to what ends the assistant's
+    turn there.
 
     Without a prompt each line of standard input follows the messages and answers before.
     """
@@ -114,26 +141,35 @@ def test_chat_writes_prompts_by_the_template(
     assert code == 2 and "this tokenizer has no chat template" in error and error.count("\n") == 1
     (plain,) = objects(call("--model", folder, "--prompt=U:hi;A:", *options)[1])
     end = plain["text"][7:9]
-    template = (
-        "{% for m in messages %}{{ m.role[0] | upper + ':' + m.content + (';' if loop.first else END) }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.role[0] | upper + ':' + m.content + (';' if loop.first else END) }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template.replace("END", repr(end)))
     (answer,) = objects(call("--model", folder, "--chat", "--prompt=hi", *options)[1])
     assert answer["text"] == plain["text"].partition(end)[0] and answer["finish"] == "stop"
     assert (answer["prompt"], answer["prompt_tokens"]) == ("hi", len("U:hi;A:"))
-    assert call("--model", folder, "--chat", "--prompt=hi", *options[:2])[1] == answer["text"] + "\n"
+    assert (
+        call("--model", folder, "--chat", "--prompt=hi", *options[:2])[1] == answer["text"] + "\n"
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nho\n"))
     first, second = objects(call("--model", folder, "--chat", *options)[1])
     assert first == answer and (second["index"], second["prompt"]) == (1, "ho")
     written = f"U:hi;A:{answer['text']}{end}U:ho{end}A:"
     (plain,) = objects(call("--model", folder, f"--prompt={written}", *options)[1])
-    assert second["text"] == plain["text"].partition(end)[0] and second["prompt_tokens"] == len(written.encode())
+    assert second["text"] == plain["text"].partition(end)[0] and second["prompt_tokens"] == len(
+        written.encode()
+    )
 
 
 def test_a_text_does_not_depend_on_other_prompts(export: Path, call: Callable[..., Any]) -> None:
-    """Draws, too: in any order, at any place in the batch. A prompt that comes twice draws twice."""
-    options = ("--max_new_tokens=15", "--temperature=0.9", "--top_k=40", "--top_p=0.95", "--json_lines")
+    """Draws, too: in any order, at any place in the batch. A prompt that comes twice draws
+    twice."""
+    options = (
+        "--max_new_tokens=15",
+        "--temperature=0.9",
+        "--top_k=40",
+        "--top_p=0.95",
+        "--json_lines",
+    )
     options += ("--batch_size=3", "--seed=7")
     together = objects(call("--model", export, *repeated(PROMPTS), *options)[1])
     again = objects(call("--model", export, *repeated(PROMPTS[::-1]), *options)[1])
@@ -165,13 +201,23 @@ def test_prompts_come_from_files_and_standard_input(
 
 
 def test_one_text_is_printed_as_it_is(export: Path, call: Callable[..., Any]) -> None:
-    code, output, error = call("--model", export, "--prompt", "def f(", "--max_new_tokens=5", "--seed=3", "--top_k=20")
+    code, output, error = call(
+        "--model", export, "--prompt", "def f(", "--max_new_tokens=5", "--seed=3", "--top_k=20"
+    )
     assert code == 0 and output.startswith("def f(") and not error
     assert call("--model", export, "--prompt", "", "--max_new_tokens=2")[0] == 0
 
 
 def test_a_stop_string_cuts_a_text(export: Path, call: Callable[..., Any]) -> None:
-    options = ("--model", export, "--prompt", "the", "--temperature=0", "--max_new_tokens=20", "--json_lines")
+    options = (
+        "--model",
+        export,
+        "--prompt",
+        "the",
+        "--temperature=0",
+        "--max_new_tokens=20",
+        "--json_lines",
+    )
     (whole,) = objects(call(*options)[1])
     stop = whole["text"][4:6]
     (cut,) = objects(call(*options, "--stop", "nowhere", "--stop", stop)[1])
@@ -217,7 +263,9 @@ DAMAGES: list[tuple[Callable[[Path], Any], int, str]] = [
 ]
 
 
-def test_damage_ends_in_one_clear_line(export: Path, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_damage_ends_in_one_clear_line(
+    export: Path, call: Callable[..., Any], tmp_path: Path
+) -> None:
     for index, (damage, code, fact) in enumerate(DAMAGES):
         folder = shutil.copytree(export, tmp_path / str(index))
         damage(folder)
@@ -239,7 +287,8 @@ def test_prompts_that_are_no_use_are_data_errors(export: Path, call: Callable[..
 def test_a_home_is_found_and_memory_that_is_short_is_told_of(
     export: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--model=~/folder, which a shell leaves alone; and the way out of it is one that this script has."""
+    """--model=~/folder, which a shell leaves alone; and the way out of it is one that this script
+    has."""
     monkeypatch.setenv("HOME", str(export.parent))
     assert call("--model=~/1", "--prompt=the", "--max_new_tokens=1")[0] == 0
 

@@ -1,5 +1,5 @@
-"""scripts/gpu_report.sh without a GPU: its deadlines and records with other programs as steps, and what is made of a
-report that is written here."""
+"""scripts/gpu_report.sh without a GPU: its deadlines and records with other programs as steps, and
+what is made of a report that is written here."""
 
 import json
 import math
@@ -20,7 +20,15 @@ from megatron_lite.planner.plan import make_plan
 from scripts.benchmarks.gpu import ops as gpu_ops
 from scripts.benchmarks.gpu import render as rendering
 from scripts.benchmarks.gpu import report as gpu_report
-from scripts.benchmarks.gpu.ops_table import FULL, OPS, WINDOWED, Op, Shape, attention_flops, by_library
+from scripts.benchmarks.gpu.ops_table import (
+    FULL,
+    OPS,
+    WINDOWED,
+    Op,
+    Shape,
+    attention_flops,
+    by_library,
+)
 from scripts.benchmarks.gpu.report import Report, Step
 from scripts.benchmarks.training import settings as benchmark_settings
 from tests.scripts.test_benchmark_programs import process_state
@@ -43,25 +51,45 @@ def run(folder: Path, limit_s: float, *steps: Step) -> dict[str, Any]:
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     """Exit code 0, one line, and no file."""
-    done = documents.typed(f"bash {ROOT}/scripts/gpu_report.sh", tmp_path, PYTHON=str(warm_python.folder() / "python"))
+    done = documents.typed(
+        f"bash {ROOT}/scripts/gpu_report.sh", tmp_path, PYTHON=str(warm_python.folder() / "python")
+    )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("gpu_report: nothing to report: torch ") and done.stdout.count("\n") == 1
+    assert (
+        done.stdout.startswith("gpu_report: nothing to report: torch ")
+        and done.stdout.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
-    """The reason and the end of the log are recorded; what the step had written counts; the next one runs."""
+    """The reason and the end of the log are recorded; what the step had written counts; the next
+    one runs."""
     write = "open(sys.argv[1], 'w').write(json.dumps({'rows': 3}))"
     found = run(
         tmp_path,
         60.0,
-        Step("bad", (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"), 30, gpu_report.read_output),
+        Step(
+            "bad",
+            (*python(f"{write}; print('so it goes'); sys.exit(7)"), "{output}"),
+            30,
+            gpu_report.read_output,
+        ),
         Step("silent", python("pass"), 30, gpu_report.read_output),
-        Step("broken", (*python("open(sys.argv[1], 'w').write('{')"), "{output}"), 30, gpu_report.read_output),
+        Step(
+            "broken",
+            (*python("open(sys.argv[1], 'w').write('{')"), "{output}"),
+            30,
+            gpu_report.read_output,
+        ),
         Step("good", (*python(write), "{output}"), 30, gpu_report.read_output),
     )
     bad, silent, broken, good = found["steps"].values()
-    assert bad["status"] == "failed" and bad["reason"] == "exit code 7" and bad["result"] == {"rows": 3}
+    assert (
+        bad["status"] == "failed"
+        and bad["reason"] == "exit code 7"
+        and bad["result"] == {"rows": 3}
+    )
     assert bad["log_tail"] == ["so it goes"]
     assert silent["status"] == "ok" and silent["result"] is None
     assert broken["status"] == "failed" and "cannot be read" in broken["reason"]
@@ -70,7 +98,8 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step ends with its budget or with the time of all, and all its processes with it; later ones are not begun."""
+    """A step ends with its budget or with the time of all, and all its processes with it; later
+    ones are not begun."""
     monkeypatch.setattr(gpu_report, "MIN_STEP_S", 0.3)
     child = tmp_path / "child"
     start_child = f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
@@ -79,7 +108,12 @@ def test_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tmp_path,
         1.6,
         Step("slow", (*python(partial), "{output}"), 0.8, gpu_report.read_output),
-        Step("endless", python(f"import subprocess; {start_child}; time.sleep(60)"), 30, gpu_report.read_output),
+        Step(
+            "endless",
+            python(f"import subprocess; {start_child}; time.sleep(60)"),
+            30,
+            gpu_report.read_output,
+        ),
         Step("late", python("pass"), 30, gpu_report.read_output),
     )
     slow, endless, late = found["steps"].values()
@@ -116,7 +150,8 @@ def test_a_step_that_crashes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation that ended its process is a failure; one after an error of the device waits for a new process."""
+    """An operation that ended its process is a failure; one after an error of the device waits for
+    a new process."""
     monkeypatch.setattr(gpu_ops, "Clock", lambda: None)
     monkeypatch.setattr(gpu_ops, "ceilings", lambda clock: {"copy_bytes_per_s": 1.0})
     monkeypatch.setattr(gpu_ops.torch.cuda, "empty_cache", lambda: None)
@@ -131,17 +166,29 @@ def test_operations_go_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
         return {"status": "ok", "variants": {}}
 
     monkeypatch.setattr(gpu_ops, "measure_op", measure)
-    ops: list[Any] = [type("", (), {"name": name}) for name in ("done", "crashed", "memory", "poison", "last")]
+    ops: list[Any] = [
+        type("", (), {"name": name}) for name in ("done", "crashed", "memory", "poison", "last")
+    ]
     entries = {"done": {"status": "ok", "variants": {}}, "crashed": {"status": "started"}}
     gpu_ops.write_json(output, {"ops": entries})
     assert gpu_ops.run(ops, output) == gpu_ops.RESTART and measured == ["memory", "poison"]
     assert gpu_ops.run(ops, output) == 1 and measured == ["memory", "poison", "last"]
-    states = {name: entry["status"] for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()}
-    assert states == {"done": "ok", "crashed": "failed", "memory": "failed", "poison": "failed", "last": "ok"}
+    states = {
+        name: entry["status"]
+        for name, entry in json.loads(output.read_text("utf-8"))["ops"].items()
+    }
+    assert states == {
+        "done": "ok",
+        "crashed": "failed",
+        "memory": "failed",
+        "poison": "failed",
+        "last": "ok",
+    }
 
 
 def test_training_tables_name_rows_that_exist() -> None:
-    """The report asks the training benchmark for models and rows that it knows, by which the goals are read off."""
+    """The report asks the training benchmark for models and rows that it knows, by which the goals
+    are read off."""
     rows = {}
     for step in gpu_report.steps(1):
         if step.command[:2] == ("-m", "scripts.benchmarks.training"):
@@ -149,14 +196,23 @@ def test_training_tables_name_rows_that_exist() -> None:
             rows[step.name] = set(benchmark_settings.chosen(options, 1))
     assert rows == {
         "variants": {
-            *("ZeRO-1", "ZeRO-1 recompute activation", "ZeRO-1 recompute full", "ZeRO-1 without Triton"),
+            *(
+                "ZeRO-1",
+                "ZeRO-1 recompute activation",
+                "ZeRO-1 recompute full",
+                "ZeRO-1 without Triton",
+            ),
             "ZeRO-1 window 4096",
         },
         "fp8": {"ZeRO-1", "ZeRO-1 fp8 tensorwise", "ZeRO-1 fp8 rowwise", "ZeRO-1 int8"},
         "deterministic": {"ZeRO-1", "ZeRO-1 deterministic"},
         "gpt2-124m": {"ZeRO-1", "torch compiled", "torch compiled full logits", "FSDP2 compiled"},
         "llama-3-8b-8l": {"ZeRO-1", "torch compiled", "FSDP2 compiled"},
-        "mistral-7b": {"ZeRO-1 split recompute activation", "ZeRO-1 split recompute quarter", "ZeRO-3 recompute full"},
+        "mistral-7b": {
+            "ZeRO-1 split recompute activation",
+            "ZeRO-1 split recompute quarter",
+            "ZeRO-3 recompute full",
+        },
         "mistral-7b 16 layers": {"ZeRO-1", "ZeRO-3"},
         "mistral-7b 16 layers x 8": {"ZeRO-1", "ZeRO-1 window 4096"},
         "profile": {"ZeRO-1"},
@@ -179,29 +235,39 @@ def test_variants_of_training_fit_an_h200() -> None:
 
 
 def test_the_whole_mistral_fits_an_h200() -> None:
-    """By the plan, with everything that the runtime takes, each row needs less than 139 GiB; level `none` would not.
+    """By the plan, with everything that the runtime takes, each row needs less than 139 GiB; level
+    `none` would not.
 
-    The row with `full` in a quarter of the blocks is there because `activation` in all of them leaves 2.7 GiB.
+    The row with `full` in a quarter of the blocks is there because `activation` in all of them
+    leaves 2.7 GiB.
     """
     rows = configurations("mistral-7b")
-    needed = {name: make_plan(config, 1, "cuda").needed_bytes() / 2**30 for name, config in rows.items()}
+    needed = {
+        name: make_plan(config, 1, "cuda").needed_bytes() / 2**30 for name, config in rows.items()
+    }
     assert {name: round(size, 1) for name, size in needed.items()} == {
         "ZeRO-1 split recompute activation": 136.3,
         "ZeRO-1 split recompute quarter": 132.8,
         "ZeRO-3 recompute full": 123.6,
     }
     plain = make_plan(rows[rendering.PLAIN], 1, "cuda")
-    assert plain.state_bytes / 2**30 == pytest.approx(107.9, abs=0.05) and plain.needed_bytes("none") / 2**30 > 141
+    assert (
+        plain.state_bytes / 2**30 == pytest.approx(107.9, abs=0.05)
+        and plain.needed_bytes("none") / 2**30 > 141
+    )
 
 
 def test_the_budget_counts_what_the_benchmark_counts() -> None:
-    """Its FLOPs are those of a step's model and hardware, and the goal is out of reach of the row with ZeRO-3."""
+    """Its FLOPs are those of a step's model and hardware, and the goal is out of reach of the row
+    with ZeRO-3."""
     rows = configurations("mistral-7b")
     parts = rendering.budget_parts()
     plain = rendering.PLAIN
     assert list(rows) == list(parts)
     tokens = rows[plain].batch.sequence_length
-    computed = {name: [*parts[plain], *(own if name != plain else ())] for name, own in parts.items()}
+    computed = {
+        name: [*parts[plain], *(own if name != plain else ())] for name, own in parts.items()
+    }
     for name, config in rows.items():
         counted = hardware_flops(config.model, config.performance, tokens, tokens)
         assert sum(part.flops for part in computed[name]) == pytest.approx(counted)
@@ -211,8 +277,11 @@ def test_the_budget_counts_what_the_benchmark_counts() -> None:
     assert 0.99 * goal < fast < goal < mixed < 1.03 * goal and full > 1.14 * goal
 
 
-def test_cudnn_computes_the_attention_of_every_table_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of the table whose backends all work stands in for an H100: cuDNN is chosen; with a window it is not."""
+def test_cudnn_computes_the_attention_of_every_table_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU of the table whose backends all work stands in for an H100: cuDNN is chosen; with a
+    window it is not."""
     monkeypatch.setattr(attention_choice, "machine_of", lambda device: Machine((9, 0), 91501))
     monkeypatch.setattr(kernels_choice, "failure", lambda *asked: None)
     monkeypatch.setattr(kernels_choice, "runs_on", lambda device: True)
@@ -221,11 +290,15 @@ def test_cudnn_computes_the_attention_of_every_table_on_hopper(monkeypatch: pyte
         options = benchmark_settings.parse(["--device=cuda", f"--model={model}", "--dtype=bf16"])
         for more, backend in zip(cases, ("cudnn", "varlen", "flash"), strict=True):
             config = benchmark_settings.engine_config(options, 1, **more)
-            assert choose_kernels(config, torch.device("cuda", 0)).attention == backend, (model, more)
+            assert choose_kernels(config, torch.device("cuda", 0)).attention == backend, (
+                model,
+                more,
+            )
 
 
 def test_a_product_goes_through_the_library_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch prefers it during the call and what it preferred before afterwards, even if the call fails."""
+    """torch prefers it during the call and what it preferred before afterwards, even if the call
+    fails."""
     preferred = ["default"]
 
     def switch(library: str | None = None) -> str:
@@ -234,19 +307,26 @@ def test_a_product_goes_through_the_library_that_is_named(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", switch)
     calls = by_library("x", lambda: preferred[-1])
-    assert [(name, call()) for name, call in calls.items()] == [("x, cuBLAS", "cublas"), ("x, cuBLASLt", "cublaslt")]
+    assert [(name, call()) for name, call in calls.items()] == [
+        ("x, cuBLAS", "cublas"),
+        ("x, cuBLASLt", "cublaslt"),
+    ]
     with pytest.raises(ZeroDivisionError):
         by_library("x", lambda: 1 // 0)["x, cuBLASLt"]()
     assert preferred[-1] == "default"
 
 
-SMALL = Shape(6, 16, 24, heads=4, groups=2, head_size=8, vocab=40, large_vocab=70, shard=256, device="cpu")
+SMALL = Shape(
+    6, 16, 24, heads=4, groups=2, head_size=8, vocab=40, large_vocab=70, shard=256, device="cpu"
+)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_operations_are_called_as_they_want_to_be(op: Op) -> None:
-    """Each with its Triton kernels and its reference, in small, twice as when it is timed; and it moves or computes."""
-    # A CPU's torch has no cuBLASLt, and no product of bf16 matrices that is written or added in fp32.
+    """Each with its Triton kernels and its reference, in small, twice as when it is timed; and it
+    moves or computes."""
+    # A CPU's torch has no cuBLASLt, and no product of bf16 matrices that is written or added in
+    # fp32.
     left_out = ("torch compiled", "cuBLASLt", "fp32, cuBLAS")
     calls = {name: call for name, call in op.make(SMALL).items() if not name.endswith(left_out)}
     for name, call in calls.items():
@@ -254,7 +334,9 @@ def test_operations_are_called_as_they_want_to_be(op: Op) -> None:
             call()
             call()
     assert calls and op.bytes(SMALL) + op.flops(SMALL) > 0 and op.describe(SMALL)
-    assert not op.memory_bound or "triton" in calls, "what is aimed at is measured of Triton's variant"
+    assert not op.memory_bound or "triton" in calls, (
+        "what is aimed at is measured of Triton's variant"
+    )
 
 
 class FakeClock:
@@ -269,7 +351,8 @@ class FakeClock:
 
 
 def test_the_measurements_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates from bytes and operations; a variant that fails is recorded, and the others are measured."""
+    """Rates from bytes and operations; a variant that fails is recorded, and the others are
+    measured."""
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
@@ -287,12 +370,21 @@ def test_the_measurements_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> No
         "fraction_of_equal_copy": 0.5,
     }
     attention = gpu_ops.measure_op(ops["attention forward"], SMALL, clock, 1e6)
-    assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL) - {"flash3", "flash4"}
-    product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"]["training dtype alone, cuBLAS"]
+    assert attention["status"] == "failed" and set(attention["variants"]) == set(FULL) - {
+        "flash3",
+        "flash4",
+    }
+    product = gpu_ops.measure_op(ops["weight gradient"], SMALL, clock, 1e6)["variants"][
+        "training dtype alone, cuBLAS"
+    ]
     assert product["flop_per_s"] == 2 * 6 * 16 * 24 / 5e-4 and "bytes_per_s" not in product
     measured = {"rms_norm backward": norm, "attention forward": attention}
-    text = rendered({"steps": {"ops": {"status": "failed", "seconds": 1.0, "result": {"ops": measured}}}})
-    assert "| rms_norm backward | 6 x 16 | triton | 0.500 (0.450-0.550) |" in text and "cudnn" in text
+    text = rendered(
+        {"steps": {"ops": {"status": "failed", "seconds": 1.0, "result": {"ops": measured}}}}
+    )
+    assert (
+        "| rms_norm backward | 6 x 16 | triton | 0.500 (0.450-0.550) |" in text and "cudnn" in text
+    )
 
 
 def test_operations_of_attention() -> None:
@@ -320,9 +412,14 @@ def test_logs_of_pytest(tmp_path: Path) -> None:
     log.write_text(LOG, "utf-8")
     found = gpu_report.read_tests(log, log)
     assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 2}
-    assert found["failures"] == ["tests/kernels/test_a.py::test_two", "tests/test_gpu.py::test_five"]
+    assert found["failures"] == [
+        "tests/kernels/test_a.py::test_two",
+        "tests/test_gpu.py::test_five",
+    ]
     log.write_text(f"{LOG}FAILED tests/test_gpu.py::test_five - assert 1 == 2\n", "utf-8")
-    assert gpu_report.read_tests(log, log)["failures"] == ["tests/test_gpu.py::test_five - assert 1 == 2"]
+    assert gpu_report.read_tests(log, log)["failures"] == [
+        "tests/test_gpu.py::test_five - assert 1 == 2"
+    ]
 
 
 def test_the_result_of_the_smoke_test(tmp_path: Path) -> None:
@@ -339,9 +436,15 @@ def a_report() -> dict[str, Any]:
     """One in which the aims are met but for two, and some things failed."""
 
     def table(ratios: dict[str, float], **tokens_per_s: float) -> dict[str, Any]:
-        known = {"mfu": 0.5, "mfu_full": None, "peak_bytes": 100 * 2**30, "planned_peak_bytes": 102 * 2**30}
+        known = {
+            "mfu": 0.5,
+            "mfu_full": None,
+            "peak_bytes": 100 * 2**30,
+            "planned_peak_bytes": 102 * 2**30,
+        }
         rows: dict[str, Any] = {
-            name: known | {"step_s": ms(8192 / value), "tokens_per_s": value, "model_tflops": value / 20}
+            name: known
+            | {"step_s": ms(8192 / value), "tokens_per_s": value, "model_tflops": value / 20}
             for name, value in tokens_per_s.items()
         }
         for row in rows.values():
@@ -356,34 +459,68 @@ def a_report() -> dict[str, Any]:
         }
 
     def variants(**slower: float) -> dict[str, Any]:
-        found = table({}, **{"ZeRO-1": 500.0}, **{f"ZeRO-1 recompute {name}": 500 / by for name, by in slower.items()})
+        found = table(
+            {},
+            **{"ZeRO-1": 500.0},
+            **{f"ZeRO-1 recompute {name}": 500 / by for name, by in slower.items()},
+        )
         for name, by in slower.items():
             found["rows"][f"ZeRO-1 recompute {name}"]["ratios"] = {"ZeRO-1": {"median": by}}
         return found
 
     def op(fraction: float) -> dict[str, Any]:
-        one = {"ms": ms(0.1), "bytes_per_s": 4e12, "fraction_of_copy": fraction, "fraction_of_equal_copy": fraction}
-        return {"status": "ok", "shape": "8192 x 4096", "memory_bound": True, "variants": {"triton": one}}
+        one = {
+            "ms": ms(0.1),
+            "bytes_per_s": 4e12,
+            "fraction_of_copy": fraction,
+            "fraction_of_equal_copy": fraction,
+        }
+        return {
+            "status": "ok",
+            "shape": "8192 x 4096",
+            "memory_bound": True,
+            "variants": {"triton": one},
+        }
 
     def done(result: Any, status: str = "ok") -> dict[str, Any]:
         return {"status": status, "seconds": 1.0, "result": result}
 
     machine = {"device": "A GPU", "driver": "1.2", "cores": 16}
     versions = {"torch": "2.11.0", "cudnn": None}
-    ceilings = {"copy_bytes": 2**33, "copy_bytes_per_s": 4.3e12, "gemm_size": 8192, "gemm_flop_per_s": 7.9e14}
+    ceilings = {
+        "copy_bytes": 2**33,
+        "copy_bytes_per_s": 4.3e12,
+        "gemm_size": 8192,
+        "gemm_flop_per_s": 7.9e14,
+    }
     failed = {"status": "failed", "variants": {"": {"failed": "RuntimeError: no"}}}
     return {
-        "environment": {"date": "2026-01-01", "commit": "abc", "machine": machine, "versions": versions},
+        "environment": {
+            "date": "2026-01-01",
+            "commit": "abc",
+            "machine": machine,
+            "versions": versions,
+        },
         "seconds": 100.0,
         "steps": {
             "ceilings": done(ceilings),
-            "ops": done({"ops": {"rms_norm": op(0.9), "adamw": op(0.86), "rotary": failed}}, "failed"),
-            "gpt2-124m": done(table({"torch compiled": 0.9, "torch compiled full logits": 0.98}, **{"ZeRO-1": 500.0})),
-            "llama-3-8b-8l": done(table({"FSDP2 compiled": 0.8, "torch compiled": 0.9}, **{"ZeRO-1": 360.0})),
+            "ops": done(
+                {"ops": {"rms_norm": op(0.9), "adamw": op(0.86), "rotary": failed}}, "failed"
+            ),
+            "gpt2-124m": done(
+                table(
+                    {"torch compiled": 0.9, "torch compiled full logits": 0.98}, **{"ZeRO-1": 500.0}
+                )
+            ),
+            "llama-3-8b-8l": done(
+                table({"FSDP2 compiled": 0.8, "torch compiled": 0.9}, **{"ZeRO-1": 360.0})
+            ),
             "mistral-7b": done(table({}, **{"ZeRO-3 recompute full": 10000.0})),
             "mistral-7b 16 layers": done(table({}, **{"ZeRO-1": 11000.0, "ZeRO-3": 10900.0})),
             "variants": done(variants(activation=1.001, full=1.09)),
-            "kernel tests": done({"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"),
+            "kernel tests": done(
+                {"counts": {"passed": 9, "failed": 1}, "failures": ["x.py::test - no"]}, "failed"
+            ),
             "smoke test": {"status": "not run", "seconds": 0.0, "reason": "3 s were left"},
         },
     }
@@ -398,14 +535,28 @@ def test_rendering_of_a_report() -> None:
     text = rendered(a_report())
     cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     rows = {name + goal: " | ".join([name, goal, *others]) for name, goal, *others in cells}
-    aims = {"9,000 tokens/s": "10,000 tokens/s | met", "11,000 tokens/s": "10,000 tokens/s | missed"}
+    aims = {
+        "9,000 tokens/s": "10,000 tokens/s | met",
+        "11,000 tokens/s": "10,000 tokens/s | missed",
+    }
     aims |= {"540 model": "550 TFLOP/s | met", "1.15x": "1.250x | met", "1.10x": "1.020x | missed"}
     aims |= {"99.6 %": "99.9 % | met", "by cuDNN": "by cuDNN | met", "90 %": "91.7 % | met"}
     aims |= {"slowest": "86.0 % | met", "AdamW": "86.0 % | met"}
     for aim, measured in aims.items():
         assert any(aim in key and measured in line for key, line in rows.items()), (aim, rows)
-    parts = ["4.30 TB/s", "790 TFLOP/s", "RuntimeError: no", "x.py::test - no", "3 s were left", "+2.0 %"]
-    assert not [part for part in (*parts, "out of memory", "liger_kernel is", "torch 2.11.0") if part not in text]
+    parts = [
+        "4.30 TB/s",
+        "790 TFLOP/s",
+        "RuntimeError: no",
+        "x.py::test - no",
+        "3 s were left",
+        "+2.0 %",
+    ]
+    assert not [
+        part
+        for part in (*parts, "out of memory", "liger_kernel is", "torch 2.11.0")
+        if part not in text
+    ]
     assert "cudnn None" not in text and "NaN" not in text
 
 
@@ -420,7 +571,8 @@ def test_a_partial_report_can_be_rendered() -> None:
 
 
 def test_the_document_is_up_to_date(tmp_path: Path) -> None:
-    """docs/benchmarks.md holds what docs/gpu_report.json says, or "not yet measured" where there is none."""
+    """docs/benchmarks.md holds what docs/gpu_report.json says, or "not yet measured" where there is
+    none."""
     assert rendering.main(["--check"]) == 0, "run python -m scripts.benchmarks.gpu.render"
     document, report = tmp_path / "benchmarks.md", tmp_path / "report.json"
     places = "".join(f"<!-- table: gpu_{name} -->\n<!-- end -->\n" for name in ("report", "budget"))
@@ -430,13 +582,20 @@ def test_the_document_is_up_to_date(tmp_path: Path) -> None:
     assert rendering.main([*arguments, "--check"]) == 1
     assert rendering.main(arguments) == 0 and rendering.main([*arguments, "--check"]) == 0
     text = document.read_text("utf-8")
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "A GPU" in text
+    assert (
+        text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "A GPU" in text
+    )
 
 
 def test_numbers_that_json_does_not_have_do_not_end_the_report(tmp_path: Path) -> None:
-    """A loss that is not a number is written as text, however deep it lies; the other steps go on."""
+    """A loss that is not a number is written as text, however deep it lies; the other steps go
+    on."""
     report = gpu_report.Report(tmp_path / "report.json", 60.0, {})
-    report.result["steps"]["a"] = {"status": "ok", "losses": [math.nan, {"largest": math.inf}], "x": (-math.inf, 1.5)}
+    report.result["steps"]["a"] = {
+        "status": "ok",
+        "losses": [math.nan, {"largest": math.inf}],
+        "x": (-math.inf, 1.5),
+    }
     report.write()
     written = json.loads((tmp_path / "report.json").read_text())["steps"]["a"]
     assert written == {"status": "ok", "losses": ["nan", {"largest": "inf"}], "x": ["-inf", 1.5]}

@@ -1,4 +1,5 @@
-"""Every flag of every script with hostile or wrong values: an exit code, and a short message that names the flag."""
+"""Every flag of every script with hostile or wrong values: an exit code, and a short message that
+names the flag."""
 
 import contextlib
 import importlib
@@ -63,10 +64,15 @@ def call(script: ModuleType, *words: str) -> tuple[int, str]:
 
 def cases(script: ModuleType) -> list[list[str]]:
     """Each flag with each value, behind = and as the next word."""
-    flags = set(re.findall(r"(?:^  (?:-\w, )?|\[)--(\w+)", call(script, "--help")[1], re.M)) - {"help", "version"}
+    flags = set(re.findall(r"(?:^  (?:-\w, )?|\[)--(\w+)", call(script, "--help")[1], re.M)) - {
+        "help",
+        "version",
+    }
     assert flags
     pairs = [(flag, value) for flag in sorted(flags) for value in HOSTILE]
-    return [[f"--{flag}={value}"] for flag, value in pairs] + [[f"--{flag}", value] for flag, value in pairs]
+    return [[f"--{flag}={value}"] for flag, value in pairs] + [
+        [f"--{flag}", value] for flag, value in pairs
+    ]
 
 
 def survives(script: ModuleType, command: list[str], case: list[str]) -> None:
@@ -138,14 +144,21 @@ USAGE = [
     ("compare_tensor_logs", "a b --rtol=-1", "--rtol"),
     ("compare_tensor_logs", "a b --atol=nan", "--atol"),
     ("compare_tensor_logs", "a b --x", "--x"),
-    *(("plot_run", f". --baseline {value}", "--baseline") for value in ("x", "=3", "x=", "x=nan", "x=inf")),
+    *(
+        ("plot_run", f". --baseline {value}", "--baseline")
+        for value in ("x", "=3", "x=", "x=nan", "x=inf")
+    ),
     ("benchmarks.machine.__main__", "--output=x --dtypes=fp8", "--dtypes"),
     ("benchmarks.machine.__main__", "--output=x --dtypes=", "--dtypes"),
     ("benchmarks.machine.__main__", "--output=x --threads=-1", "--threads"),
     ("benchmarks.machine.__main__", "--output=x --threads=x", "--threads"),
     ("benchmarks.machine.__main__", "", "--output"),
     ("benchmarks.cpu.__main__", "--only=stepps", "--only: no run is called 'stepps'"),
-    ("benchmarks.cpu.__main__", "--isa=sse", "no instruction set is called 'sse'; choose from ['all', 'avx2']"),
+    (
+        "benchmarks.cpu.__main__",
+        "--isa=sse",
+        "no instruction set is called 'sse'; choose from ['all', 'avx2']",
+    ),
     ("benchmarks.programs.__main__", "--only=nanogpt", "--only: no program is called 'nanogpt'"),
     ("benchmarks.programs.__main__", "--nanogpt=.", "--nanogpt: . holds no train.py"),
     ("benchmarks.programs.__main__", "--turns=0", "--starts and --ranks must be at least 1"),
@@ -156,7 +169,11 @@ USAGE = [
         "correctness, operations, training, peers are one call each",
     ),
     ("benchmarks.gpu.report", "--limit_s=300", "the budgets of these steps add up to"),
-    ("benchmarks.gpu.report", "--only=ceilings,ops --limit_s=179", "the budgets of these steps add up to"),
+    (
+        "benchmarks.gpu.report",
+        "--only=ceilings,ops --limit_s=179",
+        "the budgets of these steps add up to",
+    ),
 ]
 
 

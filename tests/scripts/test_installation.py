@@ -24,7 +24,11 @@ TINY = (
 
 def call(*command: str | Path, cwd: Path) -> str:
     """Run a command that must succeed, without this checkout on any path; what it prints."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     words = [str(word) for word in command]
     result = subprocess.run(words, cwd=cwd, env=kept, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -40,16 +44,25 @@ def test_commands_exist() -> None:
 
 
 def test_sources_with_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a checkout what git would track, new files too; in an unpacked sdist everything but compiled files."""
+    """In a checkout what git would track, new files too; in an unpacked sdist everything but
+    compiled files."""
     git = ["git", "-C", str(tmp_path)]
     monkeypatch.setattr(fresh_environment, "ROOT", tmp_path)
     (tmp_path / ".gitignore").write_text("ignored\n")
     for name in ("new.py", "ignored", "__pycache__/new.pyc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert {path.name for path in fresh_environment.source_files()} == {".gitignore", "new.py", "ignored"}
+    assert {path.name for path in fresh_environment.source_files()} == {
+        ".gitignore",
+        "new.py",
+        "ignored",
+    }
     subprocess.run([*git, "init", "--quiet"], check=True)
-    assert {path.name for path in fresh_environment.source_files()} == {".gitignore", "new.py", "new.pyc"}
+    assert {path.name for path in fresh_environment.source_files()} == {
+        ".gitignore",
+        "new.py",
+        "new.pyc",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +76,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.guides
 def test_archives_are_complete(fresh: Path) -> None:
-    """The sdist holds every file of the sources, and the wheel every file of the package and nothing else."""
+    """The sdist holds every file of the sources, and the wheel every file of the package and
+    nothing else."""
     sources = {path.as_posix() for path in fresh_environment.source_files()}
     (sdist,) = (fresh / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -71,39 +85,61 @@ def test_archives_are_complete(fresh: Path) -> None:
     (wheel,) = (fresh / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         installed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert installed == {"pretrain_gpt.py", *(name for name in sources if name.startswith("megatron_lite/"))}
+    assert installed == {
+        "pretrain_gpt.py",
+        *(name for name in sources if name.startswith("megatron_lite/")),
+    }
 
 
 @pytest.mark.guides
 def test_commands_work_in_any_folder(fresh: Path, tmp_path: Path) -> None:
-    """Prepare a text, plan a run and print the help with the installed commands, away from the checkout."""
+    """Prepare a text, plan a run and print the help with the installed commands, away from the
+    checkout."""
     programs = fresh / "environment" / "bin"
-    found = call(programs / "python", "-c", "import megatron_lite, pretrain_gpt as p; print(p.__file__)", cwd=tmp_path)
+    found = call(
+        programs / "python",
+        "-c",
+        "import megatron_lite, pretrain_gpt as p; print(p.__file__)",
+        cwd=tmp_path,
+    )
     assert found.startswith(str(fresh))
     for name in COMMANDS:
-        assert re.fullmatch(r"megatron_lite [\d.]+\n", call(programs / name, "--version", cwd=tmp_path))
+        assert re.fullmatch(
+            r"megatron_lite [\d.]+\n", call(programs / name, "--version", cwd=tmp_path)
+        )
     assert "usage: prepare_data " in call(programs / "prepare_data", "--help", cwd=tmp_path)
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
-    assert "2,101 tokens" in call(programs / "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
-    assert "peak with state" in call(programs / "pretrain_gpt", *TINY.split(), "--dry_run=1", cwd=tmp_path)
-    assert "-m pretrain_gpt" in call(programs / "python", "-m", "pretrain_gpt", "--help", cwd=tmp_path)
+    assert "2,101 tokens" in call(
+        programs / "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path
+    )
+    assert "peak with state" in call(
+        programs / "pretrain_gpt", *TINY.split(), "--dry_run=1", cwd=tmp_path
+    )
+    assert "-m pretrain_gpt" in call(
+        programs / "python", "-m", "pretrain_gpt", "--help", cwd=tmp_path
+    )
 
 
 @pytest.mark.slow
 def test_every_verb_works_in_any_folder(fresh: Path, tmp_path: Path) -> None:
-    """Each verb explains its flags; a run trained with the installed commands is read back by all of them."""
+    """Each verb explains its flags; a run trained with the installed commands is read back by all
+    of them."""
     program, python = (fresh / "environment" / "bin" / name for name in ("megatron_lite", "python"))
     for verb in VERBS:
         assert call(program, verb, "--help", cwd=tmp_path).startswith(
             "usage: torchrun" if verb == "pretrain_gpt" else f"usage: megatron_lite {verb} "
         )
-    assert call(python, "-m", "megatron_lite", "--help", cwd=tmp_path) == call(program, "--help", cwd=tmp_path)
+    assert call(python, "-m", "megatron_lite", "--help", cwd=tmp_path) == call(
+        program, "--help", cwd=tmp_path
+    )
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
     call(program, "prepare_data", "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
     run = ("--experiment_dir=run", "--export_interval=2", "--tokenizer_file=byte", "--device=cpu")
     call(program, "pretrain_gpt", *TINY.split(), *run, cwd=tmp_path)
     model = ("--model=run", "--device=cpu")
-    assert call(program, "generate", *model, "--prompt=To be", "--max_new_tokens=3", cwd=tmp_path).startswith("To be")
+    assert call(
+        program, "generate", *model, "--prompt=To be", "--max_new_tokens=3", cwd=tmp_path
+    ).startswith("To be")
     assert call(program, "evaluate", *model, "--text=text.txt", cwd=tmp_path).startswith("loss ")
     source = ("--from=run", "--to=mine", "--format=huggingface")
     assert "a Hugging Face folder" in call(program, "convert_checkpoint", *source, cwd=tmp_path)
@@ -111,15 +147,30 @@ def test_every_verb_works_in_any_folder(fresh: Path, tmp_path: Path) -> None:
     for verb, said in (("report_run", "report: "), ("plot_run", "loss curve: ")):
         assert said in call(program, verb, "run", cwd=tmp_path)
     assert "yes" in call(program, "verify_checkpoint", "run", cwd=tmp_path)
-    assert "all losses are equal" in call(program, "compare_runs", "run", "run", "--loss_tolerance=0", cwd=tmp_path)
+    assert "all losses are equal" in call(
+        program, "compare_runs", "run", "run", "--loss_tolerance=0", cwd=tmp_path
+    )
 
 
 @pytest.mark.slow
 def test_the_wheel_passes_the_smoke_test(fresh: Path, tmp_path: Path) -> None:
-    """Train, kill, resume, export and reload with the installed commands; two ranks of torchrun, too."""
+    """Train, kill, resume, export and reload with the installed commands; two ranks of torchrun,
+    too."""
     python = fresh / "environment" / "bin" / "python"
-    assert '{"ok": true' in call(python, ROOT / "scripts" / "smoke_test.py", "--quick", "--installed", cwd=tmp_path)
+    assert '{"ok": true' in call(
+        python, ROOT / "scripts" / "smoke_test.py", "--quick", "--installed", cwd=tmp_path
+    )
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
     call(python.with_name("prepare_data"), "text.txt", "--output_prefix", "data/mine", cwd=tmp_path)
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain_gpt"]
-    assert "training complete: 2 iterations" in call(*torchrun, *TINY.split(), "--device=cpu", cwd=tmp_path)
+    torchrun = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "pretrain_gpt",
+    ]
+    assert "training complete: 2 iterations" in call(
+        *torchrun, *TINY.split(), "--device=cpu", cwd=tmp_path
+    )

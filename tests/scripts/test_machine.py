@@ -1,4 +1,5 @@
-"""scripts.benchmarks.machine writes what the planner reads, and predicted steps take as long as measured ones."""
+"""scripts.benchmarks.machine writes what the planner reads, and predicted steps take as long as
+measured ones."""
 
 import json
 import subprocess
@@ -26,7 +27,9 @@ def make_quick() -> None:
     host.PASS_WARM_UP = 0
     host.PASSES = 1
     host.SMALLEST = 1
-    host.SIZES["cpu"].update(hidden_size=16, num_attention_heads=2, sequence_length=16, vocab_size=64)
+    host.SIZES["cpu"].update(
+        hidden_size=16, num_attention_heads=2, sequence_length=16, vocab_size=64
+    )
     operations.POOL_BYTES = 2**22
     operations.FEWEST_TURNS = 1
     operations.MOST_TURNS = 1
@@ -46,23 +49,40 @@ def measured(distributed: Distributed, dtypes: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_planner_reads_what_is_written(ranks: int, tmp_path: Path) -> None:
-    """All dtypes and ranks: every kind of work has a time, and two ranks have speeds of collectives."""
+    """All dtypes and ranks: every kind of work has a time, and two ranks have speeds of
+    collectives."""
     result, *_ = run_distributed(ranks, measured, ["fp32", "bf16"])
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(result))
     speeds = read_speeds(path)
-    assert speeds.world_size == ranks and set(speeds.collectives) == ({"gather", "reduce"} if ranks > 1 else set())
+    assert speeds.world_size == ranks and set(speeds.collectives) == (
+        {"gather", "reduce"} if ranks > 1 else set()
+    )
     assert 0 <= speeds.overlap <= 1 and speeds.block_s >= 0
     assert len(path.read_bytes()) < 20_000
     for measured_dtype in speeds.dtypes.values():
-        kinds = {"copy_", "silu_backward", "native_layer_norm", "exp2_", "gradient norm", "update adamw"}
+        kinds = {
+            "copy_",
+            "silu_backward",
+            "native_layer_norm",
+            "exp2_",
+            "gradient norm",
+            "update adamw",
+        }
         assert kinds <= measured_dtype.seconds_per_byte.keys()
 
 
 @pytest.mark.slow
 def test_predictions_are_within_15_percent() -> None:
-    """Six models of two families on this machine's CPU: 0.8 to 67 million parameters, short and long samples."""
-    command = [sys.executable, "-m", "scripts.benchmarks.machine.predictions", "--steps=5", "--tolerance=0.15"]
+    """Six models of two families on this machine's CPU: 0.8 to 67 million parameters, short and
+    long samples."""
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks.machine.predictions",
+        "--steps=5",
+        "--tolerance=0.15",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

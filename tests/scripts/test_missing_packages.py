@@ -1,4 +1,5 @@
-"""A package that is missing is one line with the command that helps, whichever program is started, from any folder."""
+"""A package that is missing is one line with the command that helps, whichever program is started,
+from any folder."""
 
 import os
 import re
@@ -16,16 +17,35 @@ ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "text.txt --output_prefix=data"
 FLAGS = "--num_layers=1 --hidden_size=8 --num_attention_heads=1 --vocab_size=8 --train_iters=1 --dataset_source=random"
 # Found by glob, so that a new program is tested too.
-FILES = ["pretrain_gpt.py", *sorted(f"scripts/{path.name}" for path in ROOT.glob("scripts/[!_]*.py"))]
+FILES = [
+    "pretrain_gpt.py",
+    *sorted(f"scripts/{path.name}" for path in ROOT.glob("scripts/[!_]*.py")),
+]
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in ROOT.glob("scripts/*/**/*.py")
     if '__name__ == "__main__"' in path.read_text("utf-8") or path.name == "__main__.py"
 )
-NEED_NO_PACKAGE = {"scripts/build_corpus.py", "scripts/check_installed.py", "scripts/plot_schedule.py"}
-NEED_NO_PACKAGE |= {"scripts.docs.flags", "scripts.benchmarks.gpu.render", "scripts.benchmarks.gpu.report"}
-NEED_NO_PACKAGE |= {"scripts.benchmarks.cpu", "scripts.benchmarks.cpu.render", "scripts.docs.reliability"}
-NEED_NO_PACKAGE |= {"scripts.benchmarks.preparing", "scripts/fresh_environment.py", "scripts.cluster.pull_cable"}
+NEED_NO_PACKAGE = {
+    "scripts/build_corpus.py",
+    "scripts/check_installed.py",
+    "scripts/plot_schedule.py",
+}
+NEED_NO_PACKAGE |= {
+    "scripts.docs.flags",
+    "scripts.benchmarks.gpu.render",
+    "scripts.benchmarks.gpu.report",
+}
+NEED_NO_PACKAGE |= {
+    "scripts.benchmarks.cpu",
+    "scripts.benchmarks.cpu.render",
+    "scripts.docs.reliability",
+}
+NEED_NO_PACKAGE |= {
+    "scripts.benchmarks.preparing",
+    "scripts/fresh_environment.py",
+    "scripts.cluster.pull_cable",
+}
 LACKS = re.compile(r"lacks the package (torch|numpy|jinja2); \w+ .* and repeat the command: (.*)")
 
 
@@ -34,7 +54,12 @@ def start(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-S", *words],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": str(cwd), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(cwd),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -74,9 +99,14 @@ def test_programs_name_the_missing_package(tmp_path: Path) -> None:
     """Without packages and outside of the checkout: no traceback, but one line and exit code 2."""
     flags = {"pretrain_gpt.py": FLAGS, "scripts/prepare_data.py": PREPARE}
     with ThreadPoolExecutor(4) as pool:
-        results = pool.map(lambda name: start(str(ROOT / name), *flags.get(name, "").split(), cwd=tmp_path), FILES)
+        results = pool.map(
+            lambda name: start(str(ROOT / name), *flags.get(name, "").split(), cwd=tmp_path), FILES
+        )
     for program, result in zip(FILES, results, strict=True):
-        assert "Traceback" not in result.stderr and "ModuleNotFound" not in result.stdout + result.stderr, program
+        assert (
+            "Traceback" not in result.stderr
+            and "ModuleNotFound" not in result.stdout + result.stderr
+        ), program
         if program == "scripts/smoke_test.py":  # its output is JSON, and its exit code 0 or 1
             assert result.returncode == 1 and LACKS.search(result.stdout)
         elif program not in NEED_NO_PACKAGE:
@@ -85,7 +115,8 @@ def test_programs_name_the_missing_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_modules_name_the_missing_package(each: int) -> None:
-    """The same for `python -m`, which only works in the checkout; by default for every fourth module."""
+    """The same for `python -m`, which only works in the checkout; by default for every fourth
+    module."""
     modules = MODULES[::each]
     with ThreadPoolExecutor(4) as pool:
         results = pool.map(lambda module: start("-m", module, "--help", cwd=ROOT), modules)
@@ -96,7 +127,8 @@ def test_modules_name_the_missing_package(each: int) -> None:
 
 
 def test_environment_of_the_checkout_is_named(checkout: Path, tmp_path: Path) -> None:
-    """A .venv that has the package is to be activated: by its short path in the checkout, else by the whole one."""
+    """A .venv that has the package is to be activated: by its short path in the checkout, else by
+    the whole one."""
     flags = FLAGS.split()
     assert advice(start("pretrain_gpt.py", *flags, cwd=checkout)) == "source .venv/bin/activate"
     elsewhere = advice(start(str(checkout / "pretrain_gpt.py"), *flags, cwd=tmp_path))
@@ -108,12 +140,16 @@ def test_without_an_environment_the_project_is_installed(checkout: Path, tmp_pat
     shutil.rmtree(checkout / ".venv")
     command = advice(start("scripts/generate.py", "--model=x", cwd=checkout))
     assert command == "python3 -m venv .venv && source .venv/bin/activate && pip install -e ."
-    assert f"pip install -e '{checkout}'" in advice(start(f"{checkout}/scripts/generate.py", cwd=tmp_path))
+    assert f"pip install -e '{checkout}'" in advice(
+        start(f"{checkout}/scripts/generate.py", cwd=tmp_path)
+    )
 
 
 def test_only_the_missing_package_is_installed_beside_torch(checkout: Path) -> None:
     """Where torch is installed, as in many containers, the line names only what is missing."""
-    (checkout / "torch.py").write_text("import absent_package\n")  # is found, whatever is imported first
+    (checkout / "torch.py").write_text(
+        "import absent_package\n"
+    )  # is found, whatever is imported first
     result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout)
     assert result.returncode == 2
     assert result.stderr.endswith("repeat the command: pip install absent_package\n")
@@ -122,13 +158,22 @@ def test_only_the_missing_package_is_installed_beside_torch(checkout: Path) -> N
 def test_one_rank_of_a_machine_speaks(checkout: Path) -> None:
     """Of several ranks on a machine the first one prints the line; all end with code 2."""
     for rank in "01":
-        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+        job = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+        }
         result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout, **job)
         assert advice(result) if rank == "0" else (result.returncode, result.stderr) == (2, "")
 
 
-def test_a_package_that_is_missing_later_is_named_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Packages are also imported in the middle of a run: code 2, one line, and the reason in exit.json."""
+def test_a_package_that_is_missing_later_is_named_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Packages are also imported in the middle of a run: code 2, one line, and the reason in
+    exit.json."""
     error = ModuleNotFoundError("No module named 'absent'", name="absent")
     assert exit_status.print_failure(error, "") == 2
     assert exit_status.report(error, str(tmp_path), prints=True) == 2
@@ -141,6 +186,10 @@ def test_defects_keep_their_traceback(checkout: Path) -> None:
     """A module that is missing from the program itself is a defect, and so is any other error."""
     (checkout / "megatron_lite" / "pretrain.py").write_text("import megatron_lite.absent\n")
     result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout)
-    assert result.returncode == 1 and "Traceback" in result.stderr and "megatron_lite.absent" in result.stderr
+    assert (
+        result.returncode == 1
+        and "Traceback" in result.stderr
+        and "megatron_lite.absent" in result.stderr
+    )
     (checkout / "megatron_lite" / "pretrain.py").write_text("1 / 0\n")
     assert "ZeroDivisionError" in start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout).stderr

@@ -25,12 +25,16 @@ def test_every_bug_has_its_place_and_the_guide_names_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", FOUND_BY_COMMAND, ids=[bug.name for bug in FOUND_BY_COMMAND])
-def test_the_command_finds_it_within_40_layouts(bug: Bug, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_it_within_40_layouts(
+    bug: Bug, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And without the bug, the smallest case that shows it passes."""
     words = ["--count=40", *([f"--like={bug.like}"] if bug.like else [])]
     assert prove_layouts.main(words, bug.plant) == 5
     output = capsys.readouterr()
-    _, _, command = (output.out + output.err).rpartition("shown again by: python scripts/prove_layouts.py ")
+    _, _, command = (output.out + output.err).rpartition(
+        "shown again by: python scripts/prove_layouts.py "
+    )
     assert prove_layouts.main(shlex.split(command)) == 0
 
 
@@ -41,5 +45,9 @@ def test_a_default_test_finds_it(bug: Bug, tmp_path: Path) -> None:
     environment = copy_checkout(checkout)
     bug.write_into(checkout)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", bug.test]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-2000:]
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )

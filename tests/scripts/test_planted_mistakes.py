@@ -1,4 +1,5 @@
-"""Mistakes in 8 bits, pipelines, hybrid shards and frozen parts are found in few of the layouts that are drawn."""
+"""Mistakes in 8 bits, pipelines, hybrid shards and frozen parts are found in few of the layouts
+that are drawn."""
 
 import functools
 import subprocess
@@ -27,15 +28,20 @@ def test_every_mistake_has_its_place() -> None:
     bugs = [bug for mistake in MISTAKES if (bug := bug_of(mistake)) is not None]
     for bug in bugs:
         code, planted = bug.function().__code__, bug.mutated()
-        assert planted != code and planted.co_freevars == code.co_freevars, bug.name  # else it cannot be planted
+        assert planted != code and planted.co_freevars == code.co_freevars, (
+            bug.name
+        )  # else it cannot be planted
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES) == len(bugs) + 1
     assert len(FOUND_BY_TEST) <= 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", FOUND_BY_COMMAND, ids=[mistake.name for mistake in FOUND_BY_COMMAND])
+@pytest.mark.parametrize(
+    "mistake", FOUND_BY_COMMAND, ids=[mistake.name for mistake in FOUND_BY_COMMAND]
+)
 def test_the_command_finds_it_in_forty_layouts(mistake: Mistake) -> None:
-    """And not only where its code runs: without the mistake these layouts are equal, as another test shows."""
+    """And not only where its code runs: without the mistake these layouts are equal, as another
+    test shows."""
     some: list[Case] = cases()
     number, how = found_in(mistake, some)
     assert 0 < number <= MOST_LAYOUTS and how
@@ -51,6 +57,13 @@ def test_a_default_test_finds_it(mistake: Mistake, tmp_path: Path) -> None:
     bug.write_into(tmp_path / "checkout")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mistake.test]
     done = subprocess.run(
-        command, cwd=tmp_path / "checkout", env=environment, capture_output=True, text=True, timeout=300
+        command,
+        cwd=tmp_path / "checkout",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )

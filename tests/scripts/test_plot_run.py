@@ -1,4 +1,5 @@
-"""scripts/plot_run.py: a picture and sparklines of one run or several, with and without matplotlib."""
+"""scripts/plot_run.py: a picture and sparklines of one run or several, with and without
+matplotlib."""
 
 import importlib.util
 import json
@@ -9,7 +10,16 @@ import pytest
 
 from megatron_lite.commands import plot_run as script
 from megatron_lite.reports.charts import LOSSES, POINTS, draw_chart
-from megatron_lite.reports.picture import PALETTE, Stroke, Words, draw, read_losses, round_ticks, to_figure, to_svg
+from megatron_lite.reports.picture import (
+    PALETTE,
+    Stroke,
+    Words,
+    draw,
+    read_losses,
+    round_ticks,
+    to_figure,
+    to_svg,
+)
 
 pytestmark = pytest.mark.guides
 
@@ -19,9 +29,20 @@ def write_run(folder, num_lines, validation=True, averaged=0.0, **more):
     for index in range(num_lines):
         iteration = 1 + 10 * index
         loss = 2 + 5 / (1 + index)
-        records.append({"phase": "training", "iteration": iteration, "loss": loss, "learning_rate": 1e-3, **more})
+        records.append(
+            {
+                "phase": "training",
+                "iteration": iteration,
+                "loss": loss,
+                "learning_rate": 1e-3,
+                **more,
+            }
+        )
         if validation and index % 5 == 0:
-            losses = {"loss": loss + 0.1, **({"averaged_loss": loss + averaged} if averaged else {})}
+            losses = {
+                "loss": loss + 0.1,
+                **({"averaged_loss": loss + averaged} if averaged else {}),
+            }
             records.append({"phase": "validation", "iteration": iteration, **losses})
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -32,7 +53,9 @@ def write_run(folder, num_lines, validation=True, averaged=0.0, **more):
 def no_matplotlib(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
     )
 
 
@@ -64,7 +87,9 @@ def test_learning_rate_axis_can_be_read(tmp_path):
 def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
     """Every line, area and word of the one drawing, in its color and place; formulas are text."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    drawing = draw(read_losses([write_run(tmp_path / "run_$x^2$", num_lines, averaged=0.1)]), [("_a=$b", 5.5)])
+    drawing = draw(
+        read_losses([write_run(tmp_path / "run_$x^2$", num_lines, averaged=0.1)]), [("_a=$b", 5.5)]
+    )
     figure = to_figure(drawing)
     figure.canvas.draw()
     (axes,) = figure.axes
@@ -73,20 +98,31 @@ def test_matplotlib_draws_what_the_svg_shows(num_lines, tmp_path):
     assert [(t.get_text(), t.get_color(), *t.get_position()) for t in axes.texts] == [
         (word.text, word.color, word.x, word.y) for word in words
     ]
-    assert [line.get_color() for line in axes.lines] == [one.color for one in strokes if not one.filled]
+    assert [line.get_color() for line in axes.lines] == [
+        one.color for one in strokes if not one.filled
+    ]
     assert len(axes.patches) == sum(one.filled for one in strokes) > 0
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, drawing.width), (drawing.height, 0))
 
 
-@pytest.mark.parametrize(("num_lines", "validation"), [(1, True), (2, True), (40, False), (400, True)])
+@pytest.mark.parametrize(
+    ("num_lines", "validation"), [(1, True), (2, True), (40, False), (400, True)]
+)
 def test_svg_without_matplotlib(num_lines, validation, tmp_path, capsys, no_matplotlib):
     run = write_run(tmp_path / "a & <b>", num_lines, validation)
     assert script.main([str(run), "--output", str(tmp_path / "new"), "--baseline", "x<y=5.5"]) == 0
     out = capsys.readouterr().out
-    assert "; for a PNG: python -m pip install matplotlib" in out and f"loss curve: {tmp_path / 'new/loss.svg'}" in out
+    assert (
+        "; for a PNG: python -m pip install matplotlib" in out
+        and f"loss curve: {tmp_path / 'new/loss.svg'}" in out
+    )
     root = ElementTree.fromstring((tmp_path / "new/loss.svg").read_text(encoding="utf-8"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "a & <b>" and "x<y: 5.500" in texts and any("training" in text for text in texts)
+    assert (
+        texts[0] == "a & <b>"
+        and "x<y: 5.500" in texts
+        and any("training" in text for text in texts)
+    )
     assert any("validation" in text for text in texts) is validation
     numbers = [
         float(pair.split(",")[1])
@@ -99,7 +135,9 @@ def test_svg_without_matplotlib(num_lines, validation, tmp_path, capsys, no_matp
 def test_losses_that_are_not_finite_are_left_out(tmp_path, no_matplotlib):
     run = write_run(tmp_path / "run", 3)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"phase": "training", "iteration": 99, "loss": null}\n{"phase": "training", "iter')
+        file.write(
+            '{"phase": "training", "iteration": 99, "loss": null}\n{"phase": "training", "iter'
+        )
     (drawn, _) = draw_chart(LOSSES, read_losses([run]))
     assert drawn.curve.iterations.tolist() == [1, 11, 21]
     assert script.main([str(run)]) == 0
@@ -139,12 +177,16 @@ def test_averaged_weights_are_drawn(tmp_path, capsys, no_matplotlib):
     ]
     root = ElementTree.fromstring((run / "loss.svg").read_text(encoding="utf-8"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[2:5] == ["training", "validation", "averaged weights"] and "averaged weights 2.189" in texts[1]
+    assert (
+        texts[2:5] == ["training", "validation", "averaged weights"]
+        and "averaged weights 2.189" in texts[1]
+    )
 
 
 @pytest.mark.parametrize("with_matplotlib", [False, True])
 def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, request):
-    """Every run has its color in both panels, and once its name; runs of one name are told apart by their parents."""
+    """Every run has its color in both panels, and once its name; runs of one name are told apart by
+    their parents."""
     if with_matplotlib:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     else:
@@ -166,10 +208,16 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, reques
         and "\x1b" not in out
     )
     names = ["a/$x^2$_run", "b/$x^2$_run", "_<c>?"]
-    assert [line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line] == names
+    assert [
+        line for line in out.splitlines() if "loss" not in line and "matplotlib" not in line
+    ] == names
     shapes = draw(read_losses([first, second, third]), []).shapes
     texts = [shape.text for shape in shapes if isinstance(shape, Words)]
-    assert texts[:5] == ["3 runs", "training solid · validation dashed · averaged weights dotted", *names]
+    assert texts[:5] == [
+        "3 runs",
+        "training solid · validation dashed · averaged weights dotted",
+        *names,
+    ]
     strokes = [shape for shape in shapes if isinstance(shape, Stroke) and not shape.filled]
     drawn = [stroke.color for stroke in strokes if stroke.color in PALETTE]
     assert [set(drawn[:-3]), set(drawn[-3:])] == [set(PALETTE[:3])] * 2
@@ -177,7 +225,12 @@ def test_runs_are_laid_over_each_other(with_matplotlib, tmp_path, capsys, reques
 
 def test_a_long_title_has_its_line_for_itself(tmp_path):
     """The name of the axis stands below the title, where the words of no run reach it."""
-    run = write_run(tmp_path / ("a_rather_long_name_of_a_run_" * 2), 40, averaged=0.1, consumed_tokens=123_456_789)
+    run = write_run(
+        tmp_path / ("a_rather_long_name_of_a_run_" * 2),
+        40,
+        averaged=0.1,
+        consumed_tokens=123_456_789,
+    )
     words = [shape for shape in draw(read_losses([run]), []).shapes if isinstance(shape, Words)]
     (axis,) = (one for one in words if one.text == "loss, nats per token")
     beside = [one for one in words if one.y == axis.y and one is not axis]

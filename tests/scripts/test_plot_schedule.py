@@ -1,4 +1,5 @@
-"""scripts/plot_schedule.py: the rates and batch sizes of a run, without running it and without torch."""
+"""scripts/plot_schedule.py: the rates and batch sizes of a run, without running it and without
+torch."""
 
 import csv
 import importlib.util
@@ -28,7 +29,8 @@ def read(path: Path) -> list[list[str]]:
 
 
 def test_one_row_per_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From 1 to train_iters, the rates of the run to the last bit, through the parser of pretrain_gpt.py."""
+    """From 1 to train_iters, the rates of the run to the last bit, through the parser of
+    pretrain_gpt.py."""
     path = tmp_path / "new folder" / "schedule.csv"
     assert script.main([*FLAGS, "--csv", str(path), "--batch_size=12", "--micro_batch_size=3"]) == 0
     head, *rows = read(path)
@@ -37,13 +39,19 @@ def test_one_row_per_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str
     expected = [(iteration, learning_rate(config, iteration), 12) for iteration in range(1, 41)]
     assert [(int(iteration), float(rate), int(size)) for iteration, rate, size in rows] == expected
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "40 iterations; learning rate: first 0.00025, highest 0.001 (iteration 4), last 0.0001"
+    assert (
+        first
+        == "40 iterations; learning rate: first 0.00025, highest 0.001 (iteration 4), last 0.0001"
+    )
     assert second == f"written: {path}"
 
 
 def test_batch_sizes_of_a_schedule(tmp_path: Path) -> None:
     """The third column follows --batch_size_schedule."""
-    assert script.main([*FLAGS, f"--csv={tmp_path}/x", "--batch_size_schedule", "0:2", "5:3", "39:8"]) == 0
+    assert (
+        script.main([*FLAGS, f"--csv={tmp_path}/x", "--batch_size_schedule", "0:2", "5:3", "39:8"])
+        == 0
+    )
     assert [int(row[2]) for row in read(tmp_path / "x")[1:]] == [2] * 5 + [3] * 34 + [8]
 
 
@@ -54,7 +62,9 @@ def test_imports_no_torch(tmp_path: Path) -> None:
         f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
         f"except SystemExit as exit: print(exit.code, [name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert result.stdout.splitlines()[-1] == "0 []"
     assert len(read(tmp_path / "x.csv")) == 41
 
@@ -83,17 +93,24 @@ def test_batch_size_axis_can_be_read() -> None:
     """At least three whole numbers that differ."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     for sizes in ((8, 16), (1, 2), (256, 2048)):
-        figure = script.draw([script.Row(1 + index, 1e-3, sizes[index // 50]) for index in range(100)])
+        figure = script.draw(
+            [script.Row(1 + index, 1e-3, sizes[index // 50]) for index in range(100)]
+        )
         figure.canvas.draw()
         low, high = figure.axes[1].get_ylim()
-        labels = [t.get_text() for t in figure.axes[1].get_yticklabels() if low <= t.get_position()[1] <= high]
+        labels = [
+            t.get_text()
+            for t in figure.axes[1].get_yticklabels()
+            if low <= t.get_position()[1] <= high
+        ]
         assert len(labels) >= 3 and len(set(labels)) == len(labels)
 
 
 def test_default_file_and_a_picture_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --csv and --png: a picture in the experiment directory or the current folder; else a table.
+    """Without --csv and --png: a picture in the experiment directory or the current folder; else a
+    table.
 
     --png asks for matplotlib before anything is written.
     """
@@ -108,7 +125,10 @@ def test_default_file_and_a_picture_without_matplotlib(
             assert len(read(folder / "schedule.csv")) == 41
             assert "pip install matplotlib" in capsys.readouterr().out
             assert script.main([*FLAGS, "--png=a.png", "--csv=a.csv"]) == 2
-            assert "--png: matplotlib is not installed (pip install matplotlib)" in capsys.readouterr().err
+            assert (
+                "--png: matplotlib is not installed (pip install matplotlib)"
+                in capsys.readouterr().err
+            )
     assert not list(tmp_path.glob("a.*"))
 
 
@@ -128,7 +148,8 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_warnings_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The warnings of a run are printed, also about repeated flags; --help describes the script and lists the flags."""
+    """The warnings of a run are printed, also about repeated flags; --help describes the script and
+    lists the flags."""
     assert script.main([*FLAGS, "--lr=2e-3", "--lr_warmup_fraction=1", f"--csv={tmp_path}/x"]) == 0
     errors = capsys.readouterr().err
     assert "WARNING: --lr is given twice: 0.002 is used, 0.001 is not" in errors

@@ -1,4 +1,5 @@
-"""Scales, rounding and products of 8 bits are checked as they are defined, and each mistake in them is named."""
+"""Scales, rounding and products of 8 bits are checked as they are defined, and each mistake in them
+is named."""
 
 from collections.abc import Sequence
 
@@ -16,14 +17,17 @@ FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_the_nearest_number_is_that_of_a_search(dtype: torch.dtype) -> None:
-    """Among all finite numbers of the format, ties to the even code; beyond the largest, the largest."""
+    """Among all finite numbers of the format, ties to the even code; beyond the largest, the
+    largest."""
     codes = torch.arange(128, dtype=torch.uint8)
     numbers = codes.view(dtype).float()
     numbers = numbers[numbers.isfinite()]
     middles = (numbers[1:] + numbers[:-1]) / 2
     dice = torch.Generator().manual_seed(0)
     drawn = torch.randn(2000, generator=dice) * 10 ** (torch.rand(2000, generator=dice) * 12 - 8)
-    values = torch.cat([numbers, middles, middles.nextafter(torch.tensor(0.0)), drawn.abs(), numbers[-1:] * 3])
+    values = torch.cat(
+        [numbers, middles, middles.nextafter(torch.tensor(0.0)), drawn.abs(), numbers[-1:] * 3]
+    )
     distances = (values[:, None].double() - numbers.double()).abs()
     nearest_two = distances == distances.amin(1, keepdim=True)
     places = torch.where(nearest_two.sum(1) == 2, 0, distances.argmin(1))
@@ -48,7 +52,9 @@ def test_a_product_may_differ_by_its_sum_in_fp32_only() -> None:
     )
     exact = (a.numbers.double() * 0.01) @ (b.numbers.double() * 3.0).t()
     limit = OF_SUM * 40 * (a.numbers.double().abs() * 0.01) @ (b.numbers.double().abs() * 3.0).t()
-    assert not _fault_of_product(a, b, exact.float()) and not _fault_of_product(a, b, exact.bfloat16())
+    assert not _fault_of_product(a, b, exact.float()) and not _fault_of_product(
+        a, b, exact.bfloat16()
+    )
     wrong = exact.clone()
     wrong[2, 3] += 4 * limit[2, 3]
     assert _fault_of_product(a, b, wrong.float())
@@ -68,21 +74,37 @@ def use_of(largest: float, scale: float, **changes: object) -> Use:
 def fault_of(flags: str, *iterations: Sequence[Use]) -> str:
     """Return the first fault of iterations, each with a use of each rank."""
     scales, config = Scales(), config_of(flags)
-    return next((fault for uses in iterations if (fault := scales.fault(config, [[use] for use in uses], True))), "")
+    return next(
+        (
+            fault
+            for uses in iterations
+            if (fault := scales.fault(config, [[use] for use in uses], True))
+        ),
+        "",
+    )
 
 
 def test_a_scale_is_that_of_the_whole_factor() -> None:
-    """The largest magnitude of tensor-parallel ranks; by row, only along the dimension of the sum."""
+    """The largest magnitude of tensor-parallel ranks; by row, only along the dimension of the
+    sum."""
     of_all, own = np.float32(2) / np.float32(448), np.float32(1) / np.float32(448)
     tensor = "--tensor_parallel=2 --fp8="
     assert not fault_of(f"{tensor}tensorwise", [use_of(1, of_all), use_of(2, of_all)])
     fault = fault_of(f"{tensor}tensorwise", [use_of(1, own), use_of(2, of_all)])
-    assert fault.startswith("the weight of blocks.0.mlp.up, summed over i, on tensor-parallel rank 0 has the scale")
+    assert fault.startswith(
+        "the weight of blocks.0.mlp.up, summed over i, on tensor-parallel rank 0 has the scale"
+    )
     assert not fault_of(f"{tensor}rowwise", [use_of(1, own), use_of(2, of_all)])
-    assert not fault_of(f"{tensor}rowwise", [use_of(1, of_all, over="o"), use_of(2, of_all, over="o")])
+    assert not fault_of(
+        f"{tensor}rowwise", [use_of(1, of_all, over="o"), use_of(2, of_all, over="o")]
+    )
     assert fault_of(f"{tensor}rowwise", [use_of(1, own, over="o"), use_of(2, of_all, over="o")])
-    assert fault_of("--fp8=tensorwise", [use_of(1, np.nextafter(own, np.float32(1))), use_of(2, of_all)])
-    assert fault_of("--fp8=tensorwise", [use_of(1, own, fault="is wrong"), use_of(2, of_all)]).endswith("0 is wrong")
+    assert fault_of(
+        "--fp8=tensorwise", [use_of(1, np.nextafter(own, np.float32(1))), use_of(2, of_all)]
+    )
+    assert fault_of(
+        "--fp8=tensorwise", [use_of(1, own, fault="is wrong"), use_of(2, of_all)]
+    ).endswith("0 is wrong")
 
 
 def test_a_delayed_scale_follows_from_the_iterations_before() -> None:
@@ -94,10 +116,16 @@ def test_a_delayed_scale_follows_from_the_iterations_before() -> None:
     def run(length: int, *scales: float) -> str:
         magnitudes = [(5, 1), (2, 3), (1, 1)]
         flags = f"--fp8=delayed --amax_history_length={length}"
-        return fault_of(flags, *([use_of(m, s) for m in of] for of, s in zip(magnitudes, scales, strict=True)))
+        return fault_of(
+            flags, *([use_of(m, s) for m in of] for of, s in zip(magnitudes, scales, strict=True))
+        )
 
     assert not run(1, 1.0, delayed(5), delayed(3)) and not run(2, 1.0, delayed(5), delayed(5))
-    assert run(1, 1.0, delayed(5), delayed(5)) and run(2, 1.0, delayed(5), delayed(3)) and run(2, 1.0, delayed(1), 1.0)
+    assert (
+        run(1, 1.0, delayed(5), delayed(5))
+        and run(2, 1.0, delayed(5), delayed(3))
+        and run(2, 1.0, delayed(1), 1.0)
+    )
     own = np.float32(5) / np.float32(448)
     assert not fault_of("--fp8=delayed", *[[use_of(5, own, frozen=True)] * 2] * 2)
     assert fault_of("--fp8=delayed", *[[use_of(5, 1.0, frozen=True)] * 2] * 2)

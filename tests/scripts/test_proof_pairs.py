@@ -1,4 +1,5 @@
-"""Every two values that fit together meet, and what does not is told apart, against all rows of small problems."""
+"""Every two values that fit together meet, and what does not is told apart, against all rows of
+small problems."""
 
 import itertools
 import random
@@ -20,8 +21,12 @@ FACTORS = {
 
 
 def refusal(row: Row) -> str:
-    """Refuse as the program does: sizes that do not divide the ranks, options that need or exclude others."""
-    number = {name: int(row.get(name, "").partition("=")[2] or 1) for name in ("pipeline_parallel", "tensor_parallel")}
+    """Refuse as the program does: sizes that do not divide the ranks, options that need or exclude
+    others."""
+    number = {
+        name: int(row.get(name, "").partition("=")[2] or 1)
+        for name in ("pipeline_parallel", "tensor_parallel")
+    }
     size = number["pipeline_parallel"] * number["tensor_parallel"]
     if int(row.get("ranks", "1")) % size:
         return "--pipeline_parallel, --tensor_parallel: the ranks must be a multiple"
@@ -37,8 +42,12 @@ def refusal(row: Row) -> str:
 def pairs_of(ranks: tuple[str, ...]) -> set[Pair]:
     """Return all pairs of values in rows that are not refused, on these numbers of ranks."""
     factors = {**FACTORS, "ranks": ranks}
-    rows = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
-    return {pair for row in rows if not refusal(row) for pair in itertools.combinations(row.items(), 2)}  # type: ignore[misc]
+    rows = (
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    )
+    return {
+        pair for row in rows if not refusal(row) for pair in itertools.combinations(row.items(), 2)
+    }  # type: ignore[misc]
 
 
 def drawn(seed: int, count: int, refuse: Callable[[Row], str] = refusal) -> tuple[Pairs, list[Row]]:
@@ -52,7 +61,8 @@ def drawn(seed: int, count: int, refuse: Callable[[Row], str] = refusal) -> tupl
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_pairs_that_fit_meet_in_few_rows(seed: int) -> None:
-    """The largest two factors have 12 pairs. Others are refused on any ranks, or need more than there are."""
+    """The largest two factors have 12 pairs. Others are refused on any ranks, or need more than
+    there are."""
     pairs, rows = drawn(seed, 30)
     assert not any(map(refusal, rows))
     coverage, possible = pairs.coverage(), pairs_of(FACTORS["ranks"])
@@ -61,7 +71,10 @@ def test_all_pairs_that_fit_meet_in_few_rows(seed: int) -> None:
     assert coverage.met == len(possible) and not coverage.missed
     beyond = {pair for pair in pairs_of(("6", "8", "12")) - possible if "ranks" not in dict(pair)}
     assert {*coverage.needs_ranks} == beyond and beyond
-    assert all("--" in reason for reason in coverage.refused.values()) and not {*coverage.refused} & possible
+    assert (
+        all("--" in reason for reason in coverage.refused.values())
+        and not {*coverage.refused} & possible
+    )
 
 
 def test_pairs_that_have_not_met_are_missed() -> None:
@@ -69,7 +82,10 @@ def test_pairs_that_have_not_met_are_missed() -> None:
     pairs, rows = drawn(1, 2)
     coverage = pairs.coverage()
     total = sum(len(one) * len(other) for one, other in itertools.combinations(FACTORS.values(), 2))
-    assert coverage.met + len(coverage.refused) + len(coverage.needs_ranks) + len(coverage.missed) == total
+    assert (
+        coverage.met + len(coverage.refused) + len(coverage.needs_ranks) + len(coverage.missed)
+        == total
+    )
     assert {*coverage.missed} <= pairs_of(FACTORS["ranks"]) and len(rows) == 2
     assert f"{len(coverage.missed)} missed" in str(coverage) and f"{total:,} pairs" in str(coverage)
 
@@ -77,5 +93,7 @@ def test_pairs_that_have_not_met_are_missed() -> None:
 def test_a_row_after_the_last_pair_is_not_refused() -> None:
     """Rows go on without end, and differ."""
     _, rows = drawn(1, 60)
-    assert not any(map(refusal, rows)) and len({tuple(sorted(row.items())) for row in rows[30:]}) > 5
+    assert (
+        not any(map(refusal, rows)) and len({tuple(sorted(row.items())) for row in rows[30:]}) > 5
+    )
     assert {"pipeline_parallel", "tensor_parallel"} <= LAYOUT.keys()

@@ -19,7 +19,16 @@ from megatron_lite.distributed.processes import has_ended
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
 from scripts.proof.cases import LAYOUT, case_of, flags_of
-from scripts.proof.comparison import BF16, EXACT, FP32, Judge, differences, first_limits, moved_by, smallest
+from scripts.proof.comparison import (
+    BF16,
+    EXACT,
+    FP32,
+    Judge,
+    differences,
+    first_limits,
+    moved_by,
+    smallest,
+)
 from scripts.proof.like import shrunk
 from scripts.proof.pairs import Draws
 from scripts.proof.ranks import Ranks, Step
@@ -33,7 +42,12 @@ def test_drawn_layouts_compute_the_same(
     count: int, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The JSON has a command for each."""
-    words = [f"--count={count}", f"--ranks={ranks}", "--seed=1", f"--output={tmp_path / 'proof.json'}"]
+    words = [
+        f"--count={count}",
+        f"--ranks={ranks}",
+        "--seed=1",
+        f"--output={tmp_path / 'proof.json'}",
+    ]
     assert prove_layouts.main(words) == 0
     output = capsys.readouterr().out
     assert "every layout computes the same" in output
@@ -42,7 +56,9 @@ def test_drawn_layouts_compute_the_same(
     assert count < 300 or any(case["same_bits_as"] for case in cases)
     assert f"{pairs['met']:,} met" in output and (count < 300 or not pairs["missed"])
     assert len(cases) == count and not any(case["problem"] for case in cases)
-    assert all(case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases)
+    assert all(
+        case["command"].startswith("python scripts/prove_layouts.py --ranks=") for case in cases
+    )
 
 
 def test_the_same_seed_draws_the_same_layouts() -> None:
@@ -53,21 +69,35 @@ def test_the_same_seed_draws_the_same_layouts() -> None:
 
 
 def test_a_frozen_weight_keeps_its_own_scale_in_8_bits() -> None:
-    """A rounded weight that is not rounded again must not have a scale that moves on, on one rank already."""
-    assert prove_layouts.main(["--ranks=1", "--case=--fp8=delayed --freeze=blocks.0 --num_layers=2"]) == 0
+    """A rounded weight that is not rounded again must not have a scale that moves on, on one rank
+    already."""
+    assert (
+        prove_layouts.main(["--ranks=1", "--case=--fp8=delayed --freeze=blocks.0 --num_layers=2"])
+        == 0
+    )
 
 
 def test_a_thawed_layer_and_an_evaluation_are_those_of_one_rank() -> None:
-    """A layer that was frozen before a restart trains after it; averages begin there; evaluations change nothing."""
+    """A layer that was frozen before a restart trains after it; averages begin there; evaluations
+    change nothing."""
     options = "--freeze=blocks.0 --ema_type=ema --ema_beta=0.5 --validation_iters=1 --validation_interval=1"
     with Ranks() as ranks:
         case = case_of(flags_of(f"{options} --num_layers=2"), 2, "1 --freeze=")
         steps = ranks.train(case.parts(FIXED))
         name = next(name for _, name in steps[0].tensors if name.startswith("blocks.0"))
-        assert [("gradients", name) in step.tensors for step in steps] == [False, False, False, True, True]
+        assert [("gradients", name) in step.tensors for step in steps] == [
+            False,
+            False,
+            False,
+            True,
+            True,
+        ]
         assert all("averaged_loss of the validation" in step.numbers for step in steps[1:])
         verdict = Judge(ranks, FIXED)(case)
-    assert not verdict.problem and {"update of the average", "loss of the validation"} <= verdict.worst.keys()
+    assert (
+        not verdict.problem
+        and {"update of the average", "loss of the validation"} <= verdict.worst.keys()
+    )
 
 
 def hold_ranks(folder: str, sender: Connection) -> None:
@@ -109,7 +139,10 @@ def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFix
     words = ["--ranks=2", f"--case={options} {layout}", "--then=3"]
     assert prove_layouts.main(words, forget_gradients) == 5
     output = capsys.readouterr()
-    assert "DIFFERENT: ranks hold different gradients of embedding.position.weight at step 1" in output.out
+    assert (
+        "DIFFERENT: ranks hold different gradients of embedding.position.weight at step 1"
+        in output.out
+    )
     command = output.err.strip().splitlines()[-1].removeprefix("shown again by: ")
     assert shlex.split(command) == [
         *("python", "scripts/prove_layouts.py", "--ranks=2"),
@@ -127,7 +160,9 @@ def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFix
         (["--like=--tensor_parallel=2", "--case=--zero_stage=2"], "not allowed with"),
     ],
 )
-def test_mistakes_are_named(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In one line, with exit code 2, before any process starts."""
     try:
         code = prove_layouts.main(words)
@@ -138,7 +173,8 @@ def test_mistakes_are_named(words: list[str], error: str, capsys: pytest.Capture
 
 
 def a_run(**changes: float) -> list[Step]:
-    """A start and two iterations of one parameter of 40 elements and a frozen one; changes: of the last iteration."""
+    """A start and two iterations of one parameter of 40 elements and a frozen one; changes: of the
+    last iteration."""
     ramp, ones = torch.linspace(0.1, 1, 40), torch.ones(40)
     steps = [Step(0, {}, {("weights", "w"): ramp, ("weights", "frozen"): ones})]
     for number, more in ((1, dict[str, float]()), (2, changes)):
@@ -154,22 +190,46 @@ def a_run(**changes: float) -> list[Step]:
 
 
 def test_every_number_is_compared() -> None:
-    """Rounding passes, and a little more does not; to the bit, nothing passes. NaN is a difference."""
+    """Rounding passes, and a little more does not; to the bit, nothing passes. NaN is a
+    difference."""
     small = {"loss": 8e-7, "norm": 8e-6, "gradient": 4e-5, "update": 2e-6}
     assert not [found for found in differences(a_run(**small), a_run(), FP32) if found.is_beyond]
-    large = {"loss": 2e-6, "norm": 2e-5, "gradient": 1e-3, "update": 1e-4, "frozen": 1e-6, "counted": 1}
+    large = {
+        "loss": 2e-6,
+        "norm": 2e-5,
+        "gradient": 1e-3,
+        "update": 1e-4,
+        "frozen": 1e-6,
+        "counted": 1,
+    }
     for what, change in [*large.items(), ("loss", math.nan), ("gradient", math.nan)]:
-        beyond = [found for found in differences(a_run(**{what: change}), a_run(), FP32) if found.is_beyond]
-        assert [found.step for found in beyond] == [2] and beyond[0].what.startswith(what), (what, beyond)
+        beyond = [
+            found
+            for found in differences(a_run(**{what: change}), a_run(), FP32)
+            if found.is_beyond
+        ]
+        assert [found.step for found in beyond] == [2] and beyond[0].what.startswith(what), (
+            what,
+            beyond,
+        )
     for what, change in large.items():
-        assert any(found.is_beyond for found in differences(a_run(**{what: change}), a_run(), EXACT)), what
+        assert any(
+            found.is_beyond for found in differences(a_run(**{what: change}), a_run(), EXACT)
+        ), what
 
 
 def test_limits_with_8_bits_follow_from_a_disturbance() -> None:
-    """A parameter's, of its step; a loss's, of the step that moved most; a norm's, of all gradients as one vector."""
+    """A parameter's, of its step; a loss's, of the step that moved most; a norm's, of all gradients
+    as one vector."""
     measured = moved_by(a_run(loss=-0.02, gradient=0.5, update=0.01), a_run(), FP32)
-    worst = {found.what: measured(found) for found in differences(a_run(), a_run(), FP32) if found.step == 2}
-    assert worst["loss"] == pytest.approx(0.02) and worst["gradient"] == pytest.approx(0.5 * (0.1 + 0.9 * 7 / 39))
+    worst = {
+        found.what: measured(found)
+        for found in differences(a_run(), a_run(), FP32)
+        if found.step == 2
+    }
+    assert worst["loss"] == pytest.approx(0.02) and worst["gradient"] == pytest.approx(
+        0.5 * (0.1 + 0.9 * 7 / 39)
+    )
     ramp = torch.linspace(0.1, 1, 40)
     assert worst["norm"] == pytest.approx(0.5 * float(ramp[7] / ramp.norm()))
     first = [measured(found) for found in differences(a_run(), a_run(), FP32) if found.step == 1]
@@ -190,7 +250,9 @@ def test_smallest_keeps_what_the_failure_needs() -> None:
     for needed in ([], [0], [12], [3, 4], [0, 6, 12], [1, 3, 5, 7, 9, 11]):
         tried: list[list[int]] = []
 
-        def fails(kept: list[int], needed: list[int] = needed, tried: list[list[int]] = tried) -> bool:
+        def fails(
+            kept: list[int], needed: list[int] = needed, tried: list[list[int]] = tried
+        ) -> bool:
             tried.append(kept)
             return set(needed) <= set(kept)
 
@@ -207,10 +269,15 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
     )
     case, remarks = shrunk(shlex.split(flags), 4)
     assert case.options == {
-        **flags_of("--head_groups=4 --ffn_hidden_size=168 --window_size=12 --training_dtype=bf16 --optimizer=muon"),
+        **flags_of(
+            "--head_groups=4 --ffn_hidden_size=168 --window_size=12 --training_dtype=bf16 --optimizer=muon"
+        ),
         "freeze": "blocks.1.mlp",
     }
-    assert dict(case.layout.flags) == {"tensor_parallel": "4", "zero_stage": "3"} and case.layout.ranks == 4
+    assert (
+        dict(case.layout.flags) == {"tensor_parallel": "4", "zero_stage": "3"}
+        and case.layout.ranks == 4
+    )
     assert re.findall(r"dropout is 0|left out --mlp_recompute_level", "\n".join(remarks)) == [
         "dropout is 0",
         "left out --mlp_recompute_level",
@@ -219,10 +286,15 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (place % 4 > 0)) for place, name in enumerate(PRESETS)]
+    "preset",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (place % 4 > 0))
+        for place, name in enumerate(PRESETS)
+    ],
 )
 def test_layouts_of_each_published_model_can_be_drawn(preset: str) -> None:
-    """With tensor parallelism, also in fp32; nothing of the architecture is left out but dropout."""
+    """With tensor parallelism, also in fp32; nothing of the architecture is left out but
+    dropout."""
     case, remarks = shrunk([f"--model={preset}", "--training_dtype=bf16"], 4)
     assert not [remark for remark in remarks if not remark.startswith("dropout")]
     draws = Draws(1, 4, [case.options], FIXED)

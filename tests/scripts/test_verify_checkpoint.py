@@ -1,4 +1,5 @@
-"""scripts/verify_checkpoint.py: a row per checkpoint, in words and with an exit code, without a model."""
+"""scripts/verify_checkpoint.py: a row per checkpoint, in words and with an exit code, without a
+model."""
 
 import json
 import math
@@ -45,8 +46,11 @@ def test_a_good_run_is_a_table(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [line[0] for line in rows(capsys)] == ["10", "20", "10"]
 
 
-def test_every_problem_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage in both files, of the manifest, a link, an empty folder, and other files, which do no harm."""
+def test_every_problem_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Damage in both files, of the manifest, a link, an empty folder, and other files, which do no
+    harm."""
     root = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", root)
     for iteration in ("20", "30", "40"):
@@ -84,12 +88,23 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "manifest.json").write_bytes(seal(values))
 
 
-def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A manifest of another save is found by the files' headers, and a forged checksum would stop every reader."""
+def test_files_that_do_not_belong_together(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest of another save is found by the files' headers, and a forged checksum would stop
+    every reader."""
     damaged = "its checksum does not match: it is damaged or belongs to another save ("
     for name, change, said in (
-        ("1", lambda values: values.update(save_id="0" * 16), "it belongs to another save, iteration or rank"),
-        ("2", lambda values: values["files"]["rank_000.safetensors"].update(crc32="0" * 8), damaged),
+        (
+            "1",
+            lambda values: values.update(save_id="0" * 16),
+            "it belongs to another save, iteration or rank",
+        ),
+        (
+            "2",
+            lambda values: values["files"]["rank_000.safetensors"].update(crc32="0" * 8),
+            damaged,
+        ),
     ):
         folder = shutil.copytree(run / "checkpoints" / "20", tmp_path / name / "20")
         reseal(folder, change)
@@ -98,7 +113,8 @@ def test_files_that_do_not_belong_together(run: Path, tmp_path: Path, capsys: py
 
 
 def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --values each parameter with such a number is named; without, the bytes are as they were written."""
+    """With --values each parameter with such a number is named; without, the bytes are as they were
+    written."""
     save(tmp_path, 10, 1)
     content = manifest.read(tmp_path / "10")
     name = "blocks.0.mlp.up.bias"
@@ -107,13 +123,18 @@ def test_values_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtur
     data = bytearray(path.read_bytes())
     data[piece.offset : piece.offset + 4] = struct.pack("<f", math.inf)
     path.write_bytes(data)
-    reseal(tmp_path / "10", lambda values: values["files"][piece.file].update(crc32=f"{zlib.crc32(data):08x}"))
+    reseal(
+        tmp_path / "10",
+        lambda values: values["files"][piece.file].update(crc32=f"{zlib.crc32(data):08x}"),
+    )
     assert verify_checkpoint.main([str(tmp_path)]) == 0
     assert verify_checkpoint.main([str(tmp_path), "--values"]) == 4
     assert f"exp_avg of '{name}' holds numbers that are not finite" in capsys.readouterr().out
 
 
-def test_nothing_to_verify_is_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_verify_is_a_wrong_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No such folder, one without checkpoints, or a file."""
     (tmp_path / "file").write_text("")
     for path in ("nothing", "", "file"):

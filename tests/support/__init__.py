@@ -1,1 +1,2 @@
-"""Helpers of several tests: one tiny configuration, starting ranks and programs, models and meters."""
+"""Helpers of several tests: one tiny configuration, starting ranks and programs, models and
+meters."""

@@ -1,4 +1,5 @@
-"""The rules of torch's caching allocator for GPUs, and a recorder of a step's allocations to replay through them."""
+"""The rules of torch's caching allocator for GPUs, and a recorder of a step's allocations to replay
+through them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ FREED = -1
 
 
 class AllocationRecorder(StorageWatcher):
-    """What torch's operations allocate and free: (number of the storage, bytes or FREED), in order."""
+    """What torch's operations allocate and free: (number of the storage, bytes or FREED), in
+    order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +38,12 @@ class _Block:
 
 @dataclass
 class CachingAllocator:
-    """Best fit with expandable segments (c10/cuda/CUDACachingAllocator.cpp), which no shortage makes give pages back.
+    """Best fit with expandable segments (c10/cuda/CUDACachingAllocator.cpp), which no shortage
+    makes give pages back.
 
-    Up to 1 MiB: multiples of 512 bytes from a range of addresses that grows by pages of 2 MiB. Larger: from one that
-    grows by pages of 20 MiB. Its last block can grow, so it is the last to be split. A block is split if more than 512
-    bytes, or 1 MiB, are left over.
+    Up to 1 MiB: multiples of 512 bytes from a range of addresses that grows by pages of 2 MiB.
+    Larger: from one that grows by pages of 20 MiB. Its last block can grow, so it is the last to be
+    split. A block is split if more than 512 bytes, or 1 MiB, are left over.
     """
 
     reserved: int = 0
@@ -53,7 +56,11 @@ class CachingAllocator:
         is_large = size > MIB
         blocks = self.large if is_large else self.small
         fitting = [block for block in blocks if block.owner == FREED and block.size >= size]
-        block = min(fitting, key=lambda one: (one is blocks[-1], one.size)) if fitting else self._grown(blocks, size)
+        block = (
+            min(fitting, key=lambda one: (one is blocks[-1], one.size))
+            if fitting
+            else self._grown(blocks, size)
+        )
         left = block.size - size
         if left > MIB if is_large else left >= 512:
             blocks.insert(blocks.index(block) + 1, _Block(FREED, left))
@@ -61,12 +68,15 @@ class CachingAllocator:
         block.owner = number
 
     def free(self, number: int) -> None:
-        """Free a tensor and merge its block with free neighbours. Ignore a tensor from before the first event."""
+        """Free a tensor and merge its block with free neighbours. Ignore a tensor from before the
+        first event."""
         for blocks in (self.small, self.large):
             for place, block in enumerate(blocks):
                 if block.owner == number:
                     block.owner = FREED
-                    around = [one for one in blocks[max(0, place - 1) : place + 2] if one.owner == FREED]
+                    around = [
+                        one for one in blocks[max(0, place - 1) : place + 2] if one.owner == FREED
+                    ]
                     around[0].size = sum(one.size for one in around)
                     blocks[:] = [one for one in blocks if one not in around[1:]]
                     return
@@ -83,7 +93,8 @@ class CachingAllocator:
 
 
 def replay(events: list[tuple[int, int]], scale: int) -> tuple[int, int]:
-    """Return the peak of all tensors and the bytes that the allocator reserves, with every size times `scale`."""
+    """Return the peak of all tensors and the bytes that the allocator reserves, with every size
+    times `scale`."""
     allocator = CachingAllocator()
     live = 0
     peak = 0

@@ -1,11 +1,13 @@
-"""Compile every Triton kernel for a GPU on a machine without one; test_compilation.py runs this program.
+"""Compile every Triton kernel for a GPU on a machine without one; test_compilation.py runs this
+program.
 
     python tests/support/compile_kernels.py [--arch=90] [--dtype=bfloat16] [--all]
 
-The program calls the operations with meta tensors, which have shapes but no memory, and makes Triton compile instead of
-launching: for an H100 or H200 (--arch=90), a B200 (--arch=100) or another GPU. Every kernel is compiled to machine code
-with the types, block sizes and specializations that it has on that GPU, at the shapes of
-scripts/benchmarks/gpu/ops_table.py and, with --all, at odd shapes. Prints one JSON line per kernel.
+The program calls the operations with meta tensors, which have shapes but no memory, and makes
+Triton compile instead of launching: for an H100 or H200 (--arch=90), a B200 (--arch=100) or another
+GPU. Every kernel is compiled to machine code with the types, block sizes and specializations that
+it has on that GPU, at the shapes of scripts/benchmarks/gpu/ops_table.py and, with --all, at odd
+shapes. Prints one JSON line per kernel.
 """
 
 import argparse
@@ -76,13 +78,19 @@ def all_kernels() -> dict[str, JITFunction]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return registers, bytes of stack (spilled registers) and so on from the disassembler that comes with Triton."""
+    """Return registers, bytes of stack (spilled registers) and so on from the disassembler that
+    comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-    return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True
+        ).stdout
+    return {
+        name.lower(): int(value)
+        for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)
+    }
 
 
 class Recorder:
@@ -93,7 +101,9 @@ class Recorder:
         self.common = True  # the sizes are those of the table of operations
         self._run = JITFunction.run
 
-    def __call__(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def __call__(
+        self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> Any:
         """Stand in for `JITFunction.run`."""
         compiled = self._run(
             kernel, *args, grid=grid, warmup=True, enable_fp_fusion=True, **options
@@ -101,7 +111,9 @@ class Recorder:
         if compiled.hash not in self.launched:
             self.launched[compiled.hash] = {
                 "kernel": name_of(kernel),
-                "shapes": [list(tensor.shape) for tensor in args if isinstance(tensor, torch.Tensor)],
+                "shapes": [
+                    list(tensor.shape) for tensor in args if isinstance(tensor, torch.Tensor)
+                ],
                 "common": self.common,
                 "warps": compiled.metadata.num_warps,
                 "shared_bytes": compiled.metadata.shared,
@@ -136,7 +148,8 @@ def updates(shape: Shape, rows: int, split: bool, nesterov: bool, passes: int) -
     shard = optimizer.Shard(weights, gradient, *values[1:])
     borders = range(0, numel, numel // rows)
     ranges = optimizer.Ranges(
-        [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders], values[0].device
+        [optimizer.Range(start, start + numel // rows, 1.0, 1.0) for start in borders],
+        values[0].device,
     )
     one = torch.ones((), device=shape.device)
     step = optimizer.StepNumbers(1e-4, 0.1, one, one, one)
@@ -156,7 +169,8 @@ def capped_loss(shape: Shape) -> None:
 
 
 def rounded(shape: Shape, rows: int, columns: int, every: bool) -> None:
-    """Round a factor and its transpose to formats of 8 bits, with a scale per row and with one: every one or some."""
+    """Round a factor and its transpose to formats of 8 bits, with a scale per row and with one:
+    every one or some."""
     values = shape.random(rows, columns)
     for number, dtype in enumerate(LARGEST):
         for transposed, is_whole in itertools.product((False, True), repeat=2):
@@ -167,12 +181,16 @@ def rounded(shape: Shape, rows: int, columns: int, every: bool) -> None:
 
 
 def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what the table of operations omits: all activations, biases, odd sizes, sizes of one, very wide rows."""
+    """Yield what the table of operations omits: all activations, biases, odd sizes, sizes of one,
+    very wide rows."""
     for name in FUNCTIONS:
         for gated in (False, True):
             before, grad = shape.random(5, 246 if gated else 123), shape.random(5, 123)
             yield f"{name} {gated}", partial(activate, before, name, gated, triton=True)
-            yield f"{name} {gated} backward", partial(activate_backward, grad, before, name, gated, True, triton=True)
+            yield (
+                f"{name} {gated} backward",
+                partial(activate_backward, grad, before, name, gated, True, triton=True),
+            )
     for rows, width in ((1, 1), (5, 123), (7, 16384), (3, 32768)):
         x = shape.input(rows, width)
         weight = shape.parameter(width)
@@ -184,7 +202,10 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{what} norm {width}", backward(sum_and_norm, (x,), grads)
             wide = shape.random(rows, width, dtype=torch.float32).requires_grad_()
             sum_and_norm = add_norm(wide, x, None, None, kind, triton=True, dtype=shape.dtype)
-            yield f"{what} norm of a wide sum {width}", backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1]))
+            yield (
+                f"{what} norm of a wide sum {width}",
+                backward(sum_and_norm, (wide, x), (grads[0].float(), grads[1])),
+            )
     for columns, start, accumulate, scaled in (
         (1, 0, True, True),
         (50257, 0, True, True),
@@ -202,20 +223,38 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
         rows = shape.parameter(vocab, width)
         tokens = torch.zeros(1, 5, dtype=torch.int64, device=shape.device)
         yield f"embedding {vocab}", embedding(rows, tokens, triton=True).sum().backward
-    for length, heads, channels, turned in ((1, 1, 2, 2), (5, 3, 6, 6), (9, 4, 80, 80), (5, 3, 7, 4), (9, 4, 80, 32)):
+    for length, heads, channels, turned in (
+        (1, 1, 2, 2),
+        (5, 3, 6, 6),
+        (9, 4, 80, 80),
+        (5, 3, 7, 4),
+        (9, 4, 80, 32),
+    ):
         projection = shape.input(1, length, 3 * heads * channels)
         table = angle_table(1.0 / wavelengths(turned, 1e4, projection.device), length)
         parts = split_heads(projection * 1, heads, heads, table, triton=True)
         grads = tuple(shape.random(*part.shape) for part in parts)
         yield f"rotary {length} {channels} {turned}", backward(parts, (projection,), grads)
         for zero_centered in (False, True):
-            norms = (Weights(shape.parameter(channels), shape.parameter(channels) if zero_centered else None),) * 2
+            norms = (
+                Weights(
+                    shape.parameter(channels), shape.parameter(channels) if zero_centered else None
+                ),
+            ) * 2
             kind = Kind(1e-5, zero_centered, zero_centered)
             parts = split_heads(projection * 1, heads, heads, table, True, norms, kind)
-            yield f"norms of heads {channels} {turned} {zero_centered}", backward(parts, (projection,), grads)
-    for rows, split, nesterov, passes in itertools.product((1, 9, 300), (False, True), (False, True), (1, 2)):
+            yield (
+                f"norms of heads {channels} {turned} {zero_centered}",
+                backward(parts, (projection,), grads),
+            )
+    for rows, split, nesterov, passes in itertools.product(
+        (1, 9, 300), (False, True), (False, True), (1, 2)
+    ):
         if rows < 300 or passes == 2:
-            yield f"adamw {rows} {split} {nesterov} {passes}", partial(updates, shape, rows, split, nesterov, passes)
+            yield (
+                f"adamw {rows} {split} {nesterov} {passes}",
+                partial(updates, shape, rows, split, nesterov, passes),
+            )
     yield "8 bits", partial(rounded, shape, 5, 123, True)
     for numel in (1, 1000):
         some = [shape.random(numel, dtype=torch.float32), shape.random(numel)]
@@ -232,8 +271,11 @@ def attempt(calls: Iterable[tuple[str, Callable[[], Any]]], failures: dict[str, 
 
 
 def main() -> int:
-    """Compile everything and print one line per kernel, then failures and kernels that nothing launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compile everything and print one line per kernel, then failures and kernels that nothing
+    launched."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--all", action="store_true")
@@ -246,7 +288,9 @@ def main() -> int:
     shape = Shape(dtype=getattr(torch, options.dtype), device="meta")
     calls: dict[str, Callable[[], Any]] = {op.name: partial(run_triton, op, shape) for op in OPS}
     for split, nesterov in ((False, False), (True, True)):
-        calls[f"clipped updates, {split}, {nesterov}"] = partial(updates, shape, 12, split, nesterov, 2)
+        calls[f"clipped updates, {split}, {nesterov}"] = partial(
+            updates, shape, 12, split, nesterov, 2
+        )
     calls["8 bits"] = partial(rounded, shape, 8192, 4096, options.all)
     calls["soft-capped cross-entropy"] = partial(capped_loss, shape)
     failures: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""The documents in tests: their blocks and tables, and their commands, run as typed into bash in a checkout."""
+"""The documents in tests: their blocks and tables, and their commands, run as typed into bash in a
+checkout."""
 
 import re
 import subprocess
@@ -34,7 +35,8 @@ def smaller(command: str, sizes: Mapping[str, str]) -> str:
 
 
 def shown(text: str) -> list[tuple[str, str]]:
-    """Each command that stands above its output, up to three lines of prose between them, and the output."""
+    """Each command that stands above its output, up to three lines of prose between them, and the
+    output."""
     pattern = r"^```bash\n([^`]*?)\n```\n\n(?:[^\n`]+\n){0,3}\n?```text\n(.*?)\n```$"
     return re.findall(pattern, text, re.M | re.S)
 

@@ -1,5 +1,5 @@
-"""Short runs of the engine alone - stages, schedule, optimizer, no data set - over any group of ranks, and groups whose
-collectives are slow, late or simulated."""
+"""Short runs of the engine alone - stages, schedule, optimizer, no data set - over any group of
+ranks, and groups whose collectives are slow, late or simulated."""
 
 import copy
 import functools
@@ -41,12 +41,16 @@ class Outcome:
 
 
 class Engine:
-    """A model and its optimizer, and steps on random tokens that depend on the iteration and the rank only.
+    """A model and its optimizer, and steps on random tokens that depend on the iteration and the
+    rank only.
 
-    `ranks` does what the optimizer needs (`sum_in_rank_order`); `group`, by default the same, what the stages need.
+    `ranks` does what the optimizer needs (`sum_in_rank_order`); `group`, by default the same, what
+    the stages need.
     """
 
-    def __init__(self, ranks: Any, options: dict[str, Any], group: Any = None, training: bool = True) -> None:
+    def __init__(
+        self, ranks: Any, options: dict[str, Any], group: Any = None, training: bool = True
+    ) -> None:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
@@ -76,7 +80,9 @@ class Engine:
         assert batch.micro_batch_size and batch.sequential_micro_batches
         generator = torch.Generator().manual_seed(1000 * iteration + self.ranks.data.rank)
         shape = (batch.sequential_micro_batches, 2, batch.micro_batch_size, batch.sequence_length)
-        tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator).to(self.ranks.device)
+        tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator).to(
+            self.ranks.device
+        )
         return [MicroBatch(inputs, labels, scale) for inputs, labels in tokens]
 
     def gradients(self, iteration: int) -> Tensor:
@@ -85,7 +91,8 @@ class Engine:
         return self.model.forward_backward(self.batches(iteration, scale))
 
     def step(self, iteration: int) -> tuple[Tensor, Tensor]:
-        """As `train_step`: (loss, gradient norm), () each; the next step's gathers are under way."""
+        """As `train_step`: (loss, gradient norm), () each; the next step's gathers are under
+        way."""
         loss = self.gradients(iteration)
         update = self.optimizer.step(iteration, 1e-2, loss, self.tokens, self.model.updated)
         self.model.gather_ahead()
@@ -122,7 +129,8 @@ def digest(tensors: Iterator[Tensor]) -> str:
     return sha.hexdigest()
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
+# -- groups
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Wrapped:
@@ -152,7 +160,8 @@ class Wrapped:
 
 
 class LateGroup(Wrapped):
-    """Nothing is sent before somebody waits, and then its input must be what it was when it was started."""
+    """Nothing is sent before somebody waits, and then its input must be what it was when it was
+    started."""
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return Late(self.inner.all_gather, buffer, buffer.view(self.world_size, -1)[self.rank])
@@ -176,17 +185,20 @@ class Late:
 
     def wait(self) -> None:
         if self._handle is None:
-            assert torch.equal(self._reads, self._before), "written while a collective still reads it"
+            assert torch.equal(self._reads, self._before), (
+                "written while a collective still reads it"
+            )
             self._handle = self._start(self._buffer)
         self._handle.wait()
 
 
 class DelayedGroup(Wrapped):
-    """A thread sends and receives while the main thread computes: each collective in the order of the calls, a little
-    later, and those that are chosen DELAY_S later.
+    """A thread sends and receives while the main thread computes: each collective in the order of
+    the calls, a little later, and those that are chosen DELAY_S later.
 
-    The thread has a process group, tags and scratch of its own: messages are matched by the order in which ranks hand
-    out their tags, and what the main thread sends meanwhile (a gradient norm) must not come in between.
+    The thread has a process group, tags and scratch of its own: messages are matched by the order
+    in which ranks hand out their tags, and what the main thread sends meanwhile (a gradient norm)
+    must not come in between.
     """
 
     def __init__(self, distributed: Any, group: Any = None) -> None:
@@ -261,9 +273,9 @@ class _Job:
 class SimulatedRanks:
     """Rank 0 of two on one device, without processes: the other rank has the same shards.
 
-    A gather copies the own slice to the other one; a reduction adds the other slice to the own one (so its numbers mean
-    nothing, but depend on everything that real ones depend on). On a GPU both happen on a stream of their own, behind
-    `delay_cycles` clock cycles of nothing; on CPU at once.
+    A gather copies the own slice to the other one; a reduction adds the other slice to the own one
+    (so its numbers mean nothing, but depend on everything that real ones depend on). On a GPU both
+    happen on a stream of their own, behind `delay_cycles` clock cycles of nothing; on CPU at once.
     """
 
     rank, world_size = 0, 2
@@ -300,7 +312,9 @@ class SimulatedRanks:
         if self._stream is None:
             operation()
             return _OnStream(None)
-        self._stream.wait_stream(torch.cuda.current_stream())  # as NCCL does: what was queued before comes first
+        self._stream.wait_stream(
+            torch.cuda.current_stream()
+        )  # as NCCL does: what was queued before comes first
         with torch.cuda.stream(self._stream):
             if self._delay_cycles:
                 torch.cuda._sleep(self._delay_cycles)

@@ -1,4 +1,5 @@
-"""Stand-ins for the model and the process group: real layouts, plain tensors, ranks that are threads."""
+"""Stand-ins for the model and the process group: real layouts, plain tensors, ranks that are
+threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +55,8 @@ def one_rank() -> Any:
 
 @dataclass
 class FakePart:
-    """The parts of `FlatShard` that checkpoints use. `copies`: `read` copies weights, as for split master weights."""
+    """The parts of `FlatShard` that checkpoints use. `copies`: `read` copies weights, as for split
+    master weights."""
 
     layout: FlatLayout
     frozen: bool
@@ -66,7 +68,9 @@ class FakePart:
     def weights(self) -> WeightShard:
         if not self.copies:
             return WeightShard(self.tensors["weights"])
-        shard = WeightShard.split_into(torch.zeros_like(self.tensors["weights"], dtype=torch.bfloat16))
+        shard = WeightShard.split_into(
+            torch.zeros_like(self.tensors["weights"], dtype=torch.bfloat16)
+        )
         shard.write(self.tensors["weights"])
         return shard
 
@@ -80,7 +84,9 @@ class FakePart:
         return True
 
     def read(self, kind: str) -> Tensor:
-        return self.tensors[kind].clone() if self.copies and kind == "weights" else self.tensors[kind]
+        return (
+            self.tensors[kind].clone() if self.copies and kind == "weights" else self.tensors[kind]
+        )
 
     def write(self, kind: str, values: Tensor) -> None:
         if values.data_ptr() != self.tensors[kind].data_ptr():
@@ -110,8 +116,8 @@ class FakeModel:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a model: ranks, of which some are tensor-parallel, parameters per stage, names and dtype of frozen
-    parameters, moments per parameter, and whether weights are averaged."""
+    """The layout of a model: ranks, of which some are tensor-parallel, parameters per stage, names
+    and dtype of frozen parameters, moments per parameter, and whether weights are averaged."""
 
     world_size: int = 1
     num_per_stage: int = 3
@@ -130,12 +136,18 @@ class Layout:
         return ("weights", *kept)
 
 
-def make_specs(parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMETERS) -> list[ParameterSpec]:
-    return [ParameterSpec(name, shape, Initializer("constant", 0.0), decay) for name, shape, decay in parameters]
+def make_specs(
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]] = PARAMETERS,
+) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(name, shape, Initializer("constant", 0.0), decay)
+        for name, shape, decay in parameters
+    ]
 
 
 def on_tensor_rank(spec: ParameterSpec, ranks: int, rank: int) -> ParameterSpec:
-    """Split one of PARAMETERS: a padded vocabulary, columns, blocks of rows of which several ranks have the same."""
+    """Split one of PARAMETERS: a padded vocabulary, columns, blocks of rows of which several ranks
+    have the same."""
     rows, blocks = -(-spec.shape[0] // ranks), ()
     if spec.name == "embedding.word.weight":
         blocks = (Block(spec.shape[0], ranks, rows),)
@@ -150,15 +162,25 @@ def on_tensor_rank(spec: ParameterSpec, ranks: int, rank: int) -> ParameterSpec:
 
 
 def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> FakeModel:
-    """Return a rank's model with shards of zeros. Each stage has trainable parameters, then frozen ones."""
+    """Return a rank's model with shards of zeros. Each stage has trainable parameters, then frozen
+    ones."""
     stages = []
     if layout.tensor_ranks > 1:
-        specs = [on_tensor_rank(spec, layout.tensor_ranks, rank % layout.tensor_ranks) for spec in specs]
+        specs = [
+            on_tensor_rank(spec, layout.tensor_ranks, rank % layout.tensor_ranks) for spec in specs
+        ]
     for start in range(0, len(specs), layout.num_per_stage):
         some = specs[start : start + layout.num_per_stage]
-        groups = [[spec for spec in some if (spec.name in layout.frozen) == frozen] for frozen in (False, True)]
+        groups = [
+            [spec for spec in some if (spec.name in layout.frozen) == frozen]
+            for frozen in (False, True)
+        ]
         stages.append(
-            [_part(group, frozen, layout) for group, frozen in zip(groups, (False, True), strict=True) if group]
+            [
+                _part(group, frozen, layout)
+                for group, frozen in zip(groups, (False, True), strict=True)
+                if group
+            ]
         )
     return FakeModel(stages)
 
@@ -172,14 +194,20 @@ def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakeP
     return FakePart(flat, frozen, has_state, tensors, copies=layout.copies and has_state)
 
 
-def random_values(specs: Sequence[ParameterSpec], seed: int, kinds: Sequence[str] = Layout().kinds) -> Values:
+def random_values(
+    specs: Sequence[ParameterSpec], seed: int, kinds: Sequence[str] = Layout().kinds
+) -> Values:
     """Return random values; they do not depend on the kinds that follow."""
     generator = torch.Generator().manual_seed(seed)
-    return {kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs} for kind in kinds}
+    return {
+        kind: {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
+        for kind in kinds
+    }
 
 
 def held(values: Values, layout: Layout) -> Values:
-    """Return the part of fp32 values that a model of this layout holds: only weights, in their dtype, if frozen."""
+    """Return the part of fp32 values that a model of this layout holds: only weights, in their
+    dtype, if frozen."""
     return {
         kind: {
             name: value.to(layout.frozen_dtype) if name in layout.frozen else value
@@ -196,19 +224,23 @@ def tensor_ranks_of(layout: FlatLayout) -> int:
 
 
 def put(model: FakeModel, values: Values, rank: int) -> FakeModel:
-    """Write a rank's pieces of the values, through full flat ranges (not through the code under test)."""
+    """Write a rank's pieces of the values, through full flat ranges (not through the code under
+    test)."""
     for _, part in model.parts():
         for kind, tensor in part.tensors.items():
             flat = torch.zeros(part.layout.numel, dtype=tensor.dtype)
             for slot in part.layout.slots:
-                flat[slot.offset : slot.end] = slot.spec.local(values[kind][slot.spec.name]).flatten()
+                flat[slot.offset : slot.end] = slot.spec.local(
+                    values[kind][slot.spec.name]
+                ).flatten()
             start = rank // tensor_ranks_of(part.layout) * part.layout.shard_numel
             tensor.copy_(flat[start : start + part.layout.shard_numel])
     return model
 
 
 def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
-    """Return the values of all ranks' shards, and whether all between the parameters is zero and all copies equal."""
+    """Return the values of all ranks' shards, and whether all between the parameters is zero and
+    all copies equal."""
     values: Values = {kind: {} for kind in KINDS}
     ranks, clean = tensor_ranks_of(next(models[0].parts())[1].layout), True
     found = [item for rank in range(ranks) for item in _of_tensor_rank(models[rank::ranks])]
@@ -220,8 +252,11 @@ def take(models: Sequence[FakeModel]) -> tuple[Values, bool]:
     return values, clean
 
 
-def _of_tensor_rank(models: Sequence[FakeModel]) -> Iterator[tuple[str, ParameterSpec, Tensor, Tensor]]:
-    """Yield, from the shards of all data-parallel ranks: kind, spec, its local values, all that is no parameter."""
+def _of_tensor_rank(
+    models: Sequence[FakeModel],
+) -> Iterator[tuple[str, ParameterSpec, Tensor, Tensor]]:
+    """Yield, from the shards of all data-parallel ranks: kind, spec, its local values, all that is
+    no parameter."""
     for parts in zip(*(model.parts() for model in models), strict=True):
         slots = parts[0][1].layout.slots
         for kind in parts[0][1].tensors:
@@ -229,7 +264,12 @@ def _of_tensor_rank(models: Sequence[FakeModel]) -> Iterator[tuple[str, Paramete
             for slot in slots:
                 local = flat[slot.offset : slot.end].clone()
                 flat[slot.offset : slot.end] = 0
-                yield kind, slot.spec, local.view(slot.spec.local_shape), flat if slot is slots[-1] else flat[:0]
+                yield (
+                    kind,
+                    slot.spec,
+                    local.view(slot.spec.local_shape),
+                    flat if slot is slots[-1] else flat[:0],
+                )
 
 
 def _bits(value: Tensor) -> list[int]:
@@ -248,4 +288,7 @@ def same(left: Values, right: Values) -> bool:
 def run_state(updates: int = 0) -> dict[str, Any]:
     """Return the smallest state of a run that a checkpoint may hold."""
     scale = {"dynamic": False, "scale": 1.0, "good": 0, "patience": 0}
-    return {"optimizer": {"updates": updates, "loss_scale": scale}, "window": {"loss": (0.0).hex(), "tokens": 0}}
+    return {
+        "optimizer": {"updates": updates, "loss_scale": scale},
+        "window": {"loss": (0.0).hex(), "tokens": 0},
+    }

@@ -1,8 +1,10 @@
-"""Tiny random models of every Hugging Face family, made by transformers: the oracle of imports and exports.
+"""Tiny random models of every Hugging Face family, made by transformers: the oracle of imports and
+exports.
 
-All weights, biases and norms are random, so that a tensor in the wrong place, a missing bias or a norm taken for ones
-shows in the logits. Head counts are odd where the family allows it, rotary scaling is tried beyond the original length,
-windows are shorter than `SEQUENCE_LENGTH`, and every family has a tied and an untied head where it can.
+All weights, biases and norms are random, so that a tensor in the wrong place, a missing bias or a
+norm taken for ones shows in the logits. Head counts are odd where the family allows it, rotary
+scaling is tried beyond the original length, windows are shorter than `SEQUENCE_LENGTH`, and every
+family has a tied and an untied head where it can.
 """
 
 from pathlib import Path
@@ -15,23 +17,42 @@ SEQUENCE_LENGTH = 24  # longer than every window and original length below, shor
 VOCAB_SIZE = 61
 
 _LLAMA: dict[str, Any] = dict(
-    model_type="llama", vocab_size=VOCAB_SIZE, hidden_size=30, intermediate_size=44, num_hidden_layers=2
-) | dict(num_attention_heads=5, max_position_embeddings=64, rms_norm_eps=1e-4, bos_token_id=1, eos_token_id=2)
+    model_type="llama",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=30,
+    intermediate_size=44,
+    num_hidden_layers=2,
+) | dict(
+    num_attention_heads=5,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-4,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _GPT2: dict[str, Any] = dict(
     model_type="gpt2", vocab_size=VOCAB_SIZE, n_embd=24, n_layer=3, n_head=3, n_positions=40
-) | dict(layer_norm_epsilon=1e-4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
+) | dict(
+    layer_norm_epsilon=1e-4,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _STARCODER2: dict[str, Any] = {
     key: value for key, value in _LLAMA.items() if key not in ("model_type", "rms_norm_eps")
 } | dict(model_type="starcoder2", norm_epsilon=1e-4)
-_LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0) | dict(
-    original_max_position_embeddings=16
-)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
+) | dict(original_max_position_embeddings=16)
 _YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
 _LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 
-# Name -> what the transformers config of its `model_type` is made with. Names begin with the family's.
+# Name -> what the transformers config of its `model_type` is made with. Names begin with the
+# family's.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA | dict(num_key_value_heads=5, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+    "llama": _LLAMA
+    | dict(num_key_value_heads=5, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
     "llama, llama3 rope, tied, attention biases": _LLAMA
     | dict(num_attention_heads=6, num_key_value_heads=3, head_dim=10, tie_word_embeddings=True)
     | dict(attention_bias=True, rope_parameters=_LLAMA3_ROPE),
@@ -39,17 +60,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | dict(num_key_value_heads=1, mlp_bias=True, hidden_act="gelu", rope_parameters=_LINEAR),
     "mistral, window": _LLAMA
     | dict(
-        model_type="mistral", hidden_size=22, num_attention_heads=3, num_key_value_heads=1, head_dim=8, sliding_window=7
+        model_type="mistral",
+        hidden_size=22,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=7,
     ),
     "mistral, yarn, tied": _LLAMA
-    | dict(model_type="mistral", num_attention_heads=6, num_key_value_heads=3, head_dim=10, sliding_window=None)
-    | dict(tie_word_embeddings=True, rope_parameters=_YARN | dict(truncate=False, attention_factor=1.3)),
+    | dict(
+        model_type="mistral",
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        sliding_window=None,
+    )
+    | dict(
+        tie_word_embeddings=True, rope_parameters=_YARN | dict(truncate=False, attention_factor=1.3)
+    ),
     "gpt2": _GPT2,
     "gpt2, untied, inverse layer scale": _GPT2
-    | dict(tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, n_inner=40, activation_function="relu"),
+    | dict(
+        tie_word_embeddings=False,
+        scale_attn_by_inverse_layer_idx=True,
+        n_inner=40,
+        activation_function="relu",
+    ),
     "gpt_bigcode, multi-query": _GPT2 | dict(model_type="gpt_bigcode"),
     "gpt_bigcode, multi-head, untied": _GPT2
-    | dict(model_type="gpt_bigcode", multi_query=False, n_embd=30, n_head=5, n_inner=44, tie_word_embeddings=False),
+    | dict(
+        model_type="gpt_bigcode",
+        multi_query=False,
+        n_embd=30,
+        n_head=5,
+        n_inner=44,
+        tie_word_embeddings=False,
+    ),
     "starcoder2, window": _STARCODER2
     | dict(hidden_size=36, num_attention_heads=6, num_key_value_heads=3, sliding_window=7)
     | dict(rope_parameters=dict(rope_type="default", rope_theta=999.4420358813)),
@@ -66,7 +112,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | dict(model_type="qwen3", hidden_size=22, num_key_value_heads=5, head_dim=8)
     | dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "qwen3, linear rope, window, biases, tied": _LLAMA
-    | dict(model_type="qwen3", num_attention_heads=6, num_key_value_heads=3, head_dim=10, attention_bias=True)
+    | dict(
+        model_type="qwen3",
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        attention_bias=True,
+    )
     | dict(use_sliding_window=True, sliding_window=7, max_window_layers=0, tie_word_embeddings=True)
     | dict(rope_parameters=_LINEAR),
 }
@@ -77,20 +129,26 @@ def make_config(name: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     values = FAMILIES[name] | changes
-    return AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
+    return AutoConfig.for_model(
+        values["model_type"], **{k: v for k, v in values.items() if k != "model_type"}
+    )
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """Return a transformers model with random fp32 weights, in evaluation mode, with eager attention."""
+    """Return a transformers model with random fp32 weights, in evaluation mode, with eager
+    attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        make_config(name, **changes), attn_implementation="eager"
+    )
     randomize(model, seed)
     return model.float().eval()
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Draw weights large enough for a mistake in any parameter to show in the logits, which stay below 10."""
+    """Draw weights large enough for a mistake in any parameter to show in the logits, which stay
+    below 10."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -101,7 +159,9 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(value * 0.3 + (0.0 if name.endswith("bias") else 1.0))
 
 
-def write_folder(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB", **changes: Any) -> Path:
+def write_folder(
+    name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB", **changes: Any
+) -> Path:
     """Write such a model with transformers' `save_pretrained`; return the folder."""
     make_model(name, seed, **changes).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
@@ -116,7 +176,9 @@ def load_model(folder: Path) -> Any:
     """Load a folder with transformers, in fp32 and evaluation mode, with eager attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.eval()
 
 

@@ -25,17 +25,21 @@ def resolved_config(values: dict[str, Any], dtype: str = "fp32") -> Config:
     """Return a resolved configuration for short samples of a model with these options."""
     batch, data = BatchConfig(sequence_length=SEQUENCE_LENGTH), DataConfig(dataset_source="random")
     distributed = DistributedConfig(training_dtype=dtype)
-    return resolve(Config(model=ModelConfig(**values), batch=batch, data=data, distributed=distributed), 1)
+    return resolve(
+        Config(model=ModelConfig(**values), batch=batch, data=data, distributed=distributed), 1
+    )
 
 
 def our_config(family: str, dtype: str = "fp32", **changes: Any) -> Config:
-    """Return a resolved configuration with our model of one of `FAMILIES`; `changes` override its options."""
+    """Return a resolved configuration with our model of one of `FAMILIES`; `changes` override its
+    options."""
     values = model_values(json.loads(make_config(family).to_json_string(use_diff=False)))
     return resolved_config(values | changes, dtype)
 
 
 def checked(folder: Path, **options: Any) -> tuple[WeightSource, Shapes]:
-    """Open a folder, check that it holds everything its model needs, and return the source and the shapes."""
+    """Open a folder, check that it holds everything its model needs, and return the source and the
+    shapes."""
     source = open_source(folder, **options)
     shapes = shapes_of(build_gpt(source.model, 24))
     source.check(shapes)
@@ -57,7 +61,9 @@ def expected(folder: Path, source: WeightSource, shapes: Shapes) -> Weights:
     return to_ours(load_model(folder).state_dict(), shapes, source.model_type, source.model)
 
 
-def to_ours(theirs: Mapping[str, torch.Tensor], shapes: Shapes, architecture: str, model: ModelConfig) -> Weights:
+def to_ours(
+    theirs: Mapping[str, torch.Tensor], shapes: Shapes, architecture: str, model: ModelConfig
+) -> Weights:
     """Return our parameters, assembled by the table; rows missing from the table are NaN."""
     ours = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, shape in shapes.items():

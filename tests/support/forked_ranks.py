@@ -1,9 +1,10 @@
-"""Ranks as forks of the process that imported torch, with or without a launcher between: the quickest kind of start.
+"""Ranks as forks of the process that imported torch, with or without a launcher between: the
+quickest kind of start.
 
-`tests/support/launch.py` starts single ranks for tests. Here the parent of this process adopts the orphans of a killed
-launcher, so that every process of a start can be seen and ended. The launcher stands for torchrun: it keeps the store
-where the ranks meet, gives them its variables, puts each into a session of its own, and ends the others after one has
-failed.
+`tests/support/launch.py` starts single ranks for tests. Here the parent of this process adopts the
+orphans of a killed launcher, so that every process of a start can be seen and ended. The launcher
+stands for torchrun: it keeps the store where the ranks meet, gives them its variables, puts each
+into a session of its own, and ends the others after one has failed.
 """
 
 import contextlib
@@ -35,9 +36,11 @@ def reap() -> dict[int, int]:
 
 
 def processes_of_starts() -> list[int]:
-    """Return the living processes below this one and the orphans that its parent has adopted, zombies aside.
+    """Return the living processes below this one and the orphans that its parent has adopted,
+    zombies aside.
 
-    A process whose parent ends while they are looked for is found on the next look, below its new parent.
+    A process whose parent ends while they are looked for is found on the next look, below its new
+    parent.
     """
     return _look() or _look() or _look()
 
@@ -47,7 +50,9 @@ def _look() -> list[int]:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             state, parent = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:2]
-            parents[int(name)] = int(parent)  # a zombie may have children until its last thread has ended
+            parents[int(name)] = int(
+                parent
+            )  # a zombie may have children until its last thread has ended
             if state in "ZX":
                 ended.add(int(name))
     found: set[int] = set()
@@ -58,14 +63,18 @@ def _look() -> list[int]:
 
 
 def describe(pid: int) -> str:
-    """Return what a process that should be gone is doing: state, ticks of CPU, wait channel, open files."""
+    """Return what a process that should be gone is doing: state, ticks of CPU, wait channel, open
+    files."""
     said = [f"process {pid}: {command_line(pid)}"]
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         said.append(f"state {words[0]}, parent {words[1]}, CPU ticks {words[11]} + {words[12]}")
         said.append(f"on CPU {words[36]}, {_times_on_cpu(pid)}")
         said.append(f"waits in {Path(f'/proc/{pid}/wchan').read_text()}")
-        files = {number: os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
+        files = {
+            number: os.readlink(f"/proc/{pid}/fd/{number}")
+            for number in os.listdir(f"/proc/{pid}/fd")
+        }
         said.append(str(files))
     return "; ".join(said)
 
@@ -99,7 +108,8 @@ def start_rank(
     hook: Hook | None,
     not_inherited: int | None = None,
 ) -> int:
-    """Fork one rank; return its process. `folder` gets its output, and `rank_<r>.meets` and `.joined` as it starts.
+    """Fork one rank; return its process. `folder` gets its output, and `rank_<r>.meets` and
+    `.joined` as it starts.
 
     not_inherited: a descriptor to close in the rank.
     """
@@ -115,11 +125,20 @@ def start_rank(
         "MASTER_ADDR": "localhost",
     }
     outputs = [str(folder / f"{stream}_{rank}") for stream in ("stdout", "stderr")]
-    _as_process(lambda: _run_rank(command, {**os.environ, **place, **variables}, outputs, folder, rank, hook))
+    _as_process(
+        lambda: _run_rank(
+            command, {**os.environ, **place, **variables}, outputs, folder, rank, hook
+        )
+    )
 
 
 def _run_rank(
-    command: Sequence[str], environment: dict[str, str], outputs: list[str], folder: Path, rank: int, hook: Hook | None
+    command: Sequence[str],
+    environment: dict[str, str],
+    outputs: list[str],
+    folder: Path,
+    rank: int,
+    hook: Hook | None,
 ) -> None:
     import torch.distributed as dist
 
@@ -136,14 +155,22 @@ def _run_rank(
     run_forked(list(command), environment, outputs)
 
 
-def start_by_hand(command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]) -> list[int]:
+def start_by_hand(
+    command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]
+) -> list[int]:
     """Fork the ranks with nothing above them, as a shell loop or srun would."""
     variables = {"MASTER_PORT": str(free_port())}
-    return [start_rank(command, folder, rank, world_size, variables, hooks.get(rank)) for rank in range(world_size)]
+    return [
+        start_rank(command, folder, rank, world_size, variables, hooks.get(rank))
+        for rank in range(world_size)
+    ]
 
 
-def start_launcher(command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]) -> int:
-    """Fork a launcher that forks the ranks; return its process. The processes of the ranks are in `folder`/ranks."""
+def start_launcher(
+    command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]
+) -> int:
+    """Fork a launcher that forks the ranks; return its process. The processes of the ranks are in
+    `folder`/ranks."""
     if pid := os.fork():
         return pid
     _as_process(lambda: _launch(command, folder, world_size, hooks))
@@ -156,7 +183,9 @@ def ranks_of_launcher(folder: Path) -> list[int]:
     return []
 
 
-def _launch(command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]) -> None:
+def _launch(
+    command: Sequence[str], folder: Path, world_size: int, hooks: Mapping[int, Hook]
+) -> None:
     os.setsid()
     meeting = socket.create_server(("localhost", 0))
     port = meeting.getsockname()[1]
@@ -170,14 +199,22 @@ def _launch(command: Sequence[str], folder: Path, world_size: int, hooks: Mappin
     }
     alive = []
     for rank in range(world_size):
-        pid = start_rank(command, folder, rank, world_size, variables, hooks.get(rank), meeting.fileno())
+        pid = start_rank(
+            command, folder, rank, world_size, variables, hooks.get(rank), meeting.fileno()
+        )
         alive.append(pid)
         with open(folder / "ranks", "a", encoding="ascii") as file:
             file.write(f"{pid}\n")
     import torch.distributed as dist
 
     store = dist.TCPStore(
-        "localhost", port, world_size, True, datetime.timedelta(seconds=60), False, master_listen_fd=meeting.detach()
+        "localhost",
+        port,
+        world_size,
+        True,
+        datetime.timedelta(seconds=60),
+        False,
+        master_listen_fd=meeting.detach(),
     )
     failed = False
     while alive:

@@ -1,4 +1,5 @@
-"""Start gloo ranks from pytest: every rank runs a plain function; no port, a time-out, nothing left behind."""
+"""Start gloo ranks from pytest: every rank runs a plain function; no port, a time-out, nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from tests.support.threads import THREADS
 if TYPE_CHECKING:
     from megatron_lite.outputs.run import Run
 
-# A server process that has imported torch, and what test modules import, forks each rank in milliseconds. The first
-# backward pass of a process imports symbolic_shapes, which takes a second.
+# A server process that has imported torch, and what test modules import, forks each rank in
+# milliseconds. The first backward pass of a process imports symbolic_shapes, which takes a second.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the program does before it imports torch
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -54,8 +55,11 @@ TIMEOUT_S = 120.0
 
 
 def layers_of(config: Config, tensor: Group | None = None) -> list[Layer]:
-    """The layers of a configuration on the meta device, computing as on the device that it names."""
-    return model_layers(config, choose_kernels(config, torch.device(config.distributed.device)), tensor)
+    """The layers of a configuration on the meta device, computing as on the device that it
+    names."""
+    return model_layers(
+        config, choose_kernels(config, torch.device(config.distributed.device)), tensor
+    )
 
 
 def run_distributed(
@@ -68,7 +72,8 @@ def run_distributed(
     pipeline_first: bool = False,
     data_parallel_shard: int = 0,
 ) -> list[Any]:
-    """Call function(distributed, *args) on `world_size` ranks; returns their results in rank order."""
+    """Call function(distributed, *args) on `world_size` ranks; returns their results in rank
+    order."""
     config = DistributedConfig(
         device="cpu",
         distributed_timeout=60.0,
@@ -83,7 +88,16 @@ def run_distributed(
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             FORKSERVER.Process(
-                target=_run_rank, args=(rank, world_size, f"{directory}/store", config, pipes[rank][1], function, args)
+                target=_run_rank,
+                args=(
+                    rank,
+                    world_size,
+                    f"{directory}/store",
+                    config,
+                    pipes[rank][1],
+                    function,
+                    args,
+                ),
             )
             for rank in range(world_size)
         ]
@@ -111,7 +125,9 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(THREADS)
     try:
-        distributed = join(config, rank, world_size, rank, meet=lambda: dist.FileStore(store, world_size))
+        distributed = join(
+            config, rank, world_size, rank, meet=lambda: dist.FileStore(store, world_size)
+        )
         result = function(distributed, *args)
         distributed.barrier()
         distributed.close()
@@ -132,16 +148,21 @@ def _receive(rank: int, receiver: Connection) -> tuple[bool, Any]:
 
 
 def _results(received: Sequence[tuple[bool, Any]]) -> list[Any]:
-    """The results of all ranks. Of several failures, raise the one of a rank that did not just lose another."""
+    """The results of all ranks. Of several failures, raise the one of a rank that did not just lose
+    another."""
     failures = [text for good, text in received if not good]
     if failures:
-        raise RuntimeError(next((text for text in failures if "PeerError" not in text), failures[0]))
+        raise RuntimeError(
+            next((text for text in failures if "PeerError" not in text), failures[0])
+        )
     return [result for _, result in received]
 
 
 TINY = (
     dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, sequence_length=16)
-    | dict(dataset_source="random", train_iters=20, lr=1e-3, lr_warmup=10, device="cpu", batch_size=4)
+    | dict(
+        dataset_source="random", train_iters=20, lr=1e-3, lr_warmup=10, device="cpu", batch_size=4
+    )
     | dict(num_workers=0, log_interval=1, weight_decay=0.1)
 )
 
@@ -149,7 +170,9 @@ TINY = (
 ROTARY_GATED: dict[str, Any] = dict(
     use_rotary_embeddings=True, gated=True, add_linear_biases=False, normalization_type="rms_norm"
 )
-LLAMA: dict[str, Any] = dict(**ROTARY_GATED, head_groups=2, tie_word_embeddings=False, ffn_hidden_size=88)
+LLAMA: dict[str, Any] = dict(
+    **ROTARY_GATED, head_groups=2, tie_word_embeddings=False, ffn_hidden_size=88
+)
 
 
 def tiny_config(world_size: int = 1, **options: Any) -> Config:
@@ -189,15 +212,21 @@ def start_run(distributed: Distributed, config: Config) -> Run:
         return build(config, distributed, experiment, StopSignal(), ())
 
 
-def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: int = 20) -> Trajectory:
+def train_tiny(
+    distributed: Distributed, options: dict[str, Any], iterations: int = 20
+) -> Trajectory:
     """Train the tiny model with the program's own step; to be run by `run_distributed`."""
     from megatron_lite.train import train_step
 
-    run = start_run(distributed, tiny_config(distributed.world_size, **{"train_iters": iterations, **options}))
+    run = start_run(
+        distributed, tiny_config(distributed.world_size, **{"train_iters": iterations, **options})
+    )
     initial = full_weights(run.model)
     updates = [
         train_step(run, micro_batches, iteration)
-        for iteration, micro_batches in enumerate(run.data.batches("training", 0, iterations), start=1)
+        for iteration, micro_batches in enumerate(
+            run.data.batches("training", 0, iterations), start=1
+        )
     ]
     return Trajectory(
         losses=[float(update.loss) / update.tokens for update in updates],
@@ -208,13 +237,16 @@ def train_tiny(distributed: Distributed, options: dict[str, Any], iterations: in
     )
 
 
-def train_several(distributed: Distributed, runs: Sequence[dict[str, Any]], iterations: int) -> list[Trajectory]:
+def train_several(
+    distributed: Distributed, runs: Sequence[dict[str, Any]], iterations: int
+) -> list[Trajectory]:
     """Train the tiny model with each of several sets of options; to be run by `run_distributed`."""
     return [train_tiny(distributed, options, iterations) for options in runs]
 
 
 def train_whole(distributed: Distributed, config: Config) -> Run:
-    """A run to its end by the program's own loop, which saves and exports; to be run by `run_distributed`."""
+    """A run to its end by the program's own loop, which saves and exports; to be run by
+    `run_distributed`."""
     from megatron_lite.train import train
 
     run = start_run(distributed, config)

@@ -1,4 +1,5 @@
-"""Checks of an operation against its formula in float64: outputs, input gradients and weight gradients."""
+"""Checks of an operation against its formula in float64: outputs, input gradients and weight
+gradients."""
 
 import contextlib
 import itertools
@@ -27,7 +28,8 @@ needs_triton = pytest.mark.skipif(not runs_on(DEVICE), reason="Triton is not ins
 # Triton kernels, if Triton is installed, and references.
 IMPLEMENTATIONS = (False, True) if runs_on(DEVICE) else (False,)
 implementations = pytest.mark.parametrize(
-    "triton", [pytest.param(False, id="reference"), pytest.param(True, id="triton", marks=needs_triton)]
+    "triton",
+    [pytest.param(False, id="reference"), pytest.param(True, id="triton", marks=needs_triton)],
 )
 
 
@@ -38,7 +40,9 @@ def parameter(values: Tensor, dtype: torch.dtype) -> Parameter:
     return made
 
 
-def empty_gradient(values: Tensor, grad_dtype: torch.dtype = torch.float32, trained: bool = True) -> Parameter:
+def empty_gradient(
+    values: Tensor, grad_dtype: torch.dtype = torch.float32, trained: bool = True
+) -> Parameter:
     """Return a parameter with garbage in its gradient buffer, or a frozen one without a buffer."""
     made = cast(Parameter, Parameter(values, requires_grad=trained))
     if trained:
@@ -57,7 +61,8 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def products_in_fp32(in_fp32: bool) -> Iterator[None]:
-    """Compute products of halves on a CPU from fp32 copies, or as torch does, whatever this processor can do."""
+    """Compute products of halves on a CPU from fp32 copies, or as torch does, whatever this
+    processor can do."""
 
     def decide(device: torch.device, dtype: torch.dtype) -> bool:
         return in_fp32 and device.type == "cpu" and dtype in HALVES
@@ -77,13 +82,18 @@ def compare(
     weights: list[Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Compare `ours` in dtype with `formula` in float64 on the same rounded values, over two backward passes."""
+    """Compare `ours` in dtype with `formula` in float64 on the same rounded values, over two
+    backward passes."""
     inputs, weights = ([tensor.to(dtype) for tensor in tensors] for tensors in (inputs, weights))
     our_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
     our_weights = [parameter(tensor, dtype) for tensor in weights]
-    exact_inputs, exact_weights = ([t.double().requires_grad_() for t in tensors] for tensors in (inputs, weights))
+    exact_inputs, exact_weights = (
+        [t.double().requires_grad_() for t in tensors] for tensors in (inputs, weights)
+    )
     exact = formula(*exact_inputs, *exact_weights)
-    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(exact.device, dtype)
+    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(
+        exact.device, dtype
+    )
     exact.backward(grad.double())
     for _ in range(2):
         output = ours(*our_inputs, *our_weights)
@@ -98,10 +108,14 @@ def compare(
 
 
 def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Check that the largest difference, relative to the largest value, is within the dtype's tolerance."""
+    """Check that the largest difference, relative to the largest value, is within the dtype's
+    tolerance."""
     exact = exact.detach()
     largest = max(float(exact.abs().max()), 0.1)  # exact zeros are met up to rounding
-    assert float((ours.detach().to(exact.device).double() - exact).abs().max()) <= TOLERANCE[dtype] * largest
+    assert (
+        float((ours.detach().to(exact.device).double() - exact).abs().max())
+        <= TOLERANCE[dtype] * largest
+    )
 
 
 def rotary_table(length: int, channels: int, base: float, device: torch.device) -> Table:
@@ -117,7 +131,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def covering(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations of the axes' values as parameters, most of them slow.
 
-    The others hold every value of an axis with every value of the last axis, and values of other axes in many pairs.
+    The others hold every value of an axis with every value of the last axis, and values of other
+    axes in many pairs.
     """
     last = len(axes) - 1
     rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
@@ -126,7 +141,9 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
     needed = {pair for pair in missing if pair[1][0] == last}
     chosen = set()
     while needed & missing:
-        row = max(rows, key=lambda row: (len(pairs[row] & needed & missing), len(pairs[row] & missing)))
+        row = max(
+            rows, key=lambda row: (len(pairs[row] & needed & missing), len(pairs[row] & missing))
+        )
         missing -= pairs[row]
         chosen.add(row)
     found = []

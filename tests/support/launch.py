@@ -1,10 +1,12 @@
-"""Start pretrain_gpt.py from a test: one process or several ranks, with a time-out, and nothing left behind.
+"""Start pretrain_gpt.py from a test: one process or several ranks, with a time-out, and nothing
+left behind.
 
-`forked` ranks come out of a server process that has imported torch already, which saves seconds per start; `processes`
-are started as a user does; `torchrun` is the launcher of PyTorch, `warm torchrun` the same in interpreters of
-`warm_python`. The ranks of the first two find each other through RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT.
-Every process of a start is in a session of its own and has `MARKER` in its environment, so that whatever is left of it
-can be found, and killed.
+`forked` ranks come out of a server process that has imported torch already, which saves seconds per
+start; `processes` are started as a user does; `torchrun` is the launcher of PyTorch, `warm
+torchrun` the same in interpreters of `warm_python`. The ranks of the first two find each other
+through RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT. Every process of a start is in a
+session of its own and has `MARKER` in its environment, so that whatever is left of it can be found,
+and killed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ TINY = tuple(f"--{name}={value}" for name, value in STARTED.items())
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended: exit code (negative: the signal) and output of each process, in rank order."""
+    """How a start ended: exit code (negative: the signal) and output of each process, in rank
+    order."""
 
     codes: list[int]
     stdouts: list[str]
@@ -77,7 +80,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in place of the `call`-th change (from 1) that a rank makes to its checkpoints and exports."""
+    """A fault in place of the `call`-th change (from 1) that a rank makes to its checkpoints and
+    exports."""
 
     call: int  # 0: none of its own
     error: int | None  # an errno, or None: SIGKILL
@@ -87,7 +91,8 @@ class Fault:
 
 
 class Start:
-    """One start of the program. A context manager: at its end every process of it is killed and gone."""
+    """One start of the program. A context manager: at its end every process of it is killed and
+    gone."""
 
     def __init__(
         self,
@@ -101,14 +106,17 @@ class Start:
         flags_of: Mapping[int, Sequence[str]] | None = None,
         per_node: int | None = None,
     ) -> None:
-        """`variables` are added to the environment, `launcher` to torchrun's own flags, `flags_of` to those of one rank
-        (not with torchrun); `per_node` ranks believe to be alone on a machine (default: all). Forked ranks only:
-        `mounts_of`, a process whose file systems they see; `faults` by rank."""
+        """`variables` are added to the environment, `launcher` to torchrun's own flags, `flags_of`
+        to those of one rank (not with torchrun); `per_node` ranks believe to be alone on a machine
+        (default: all). Forked ranks only: `mounts_of`, a process whose file systems they see;
+        `faults` by rank."""
         self.marker = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_lite_test_")
         self._port: socket.socket | None = None
         self._begun = time.monotonic()
-        environment = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
+        environment = {
+            name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)
+        }
         environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", MARKER: self.marker}
         self._environment = {**environment, "OMP_NUM_THREADS": str(THREADS), **(variables or {})}
         self.processes: list[_Process] = []
@@ -120,8 +128,12 @@ class Start:
         command = [str(PROGRAM), *flags]
         if how.endswith("torchrun"):
             if how == "warm torchrun":
-                self._environment["PYTHON_EXEC"] = self._python = str(warm_python.folder() / "python")
-            self._start([*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start)
+                self._environment["PYTHON_EXEC"] = self._python = str(
+                    warm_python.folder() / "python"
+                )
+            self._start(
+                [*TORCHRUN, *launcher, f"--nproc-per-node={ranks}", *command], {}, subprocess_start
+            )
             return
         self._port = reserved_port()
         port = str(self._port.getsockname()[1])
@@ -135,12 +147,22 @@ class Start:
                 "MASTER_PORT": port,
             }
             words = [*command, *(flags_of or {}).get(rank, ())]
-            self._start(words, place if ranks > 1 else {}, forked_start if how == "forked" else subprocess_start)
+            self._start(
+                words,
+                place if ranks > 1 else {},
+                forked_start if how == "forked" else subprocess_start,
+            )
 
-    def _start(self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]) -> None:
+    def _start(
+        self, command: list[str], place: Mapping[str, str], how_to: Callable[..., _Process]
+    ) -> None:
         number = len(self.processes)
-        outputs = [str(Path(self._folder.name, f"{stream}_{number}")) for stream in ("stdout", "stderr")]
-        more = [self._mounts, self._faults.get(number)] if how_to is forked_start else [self._python]
+        outputs = [
+            str(Path(self._folder.name, f"{stream}_{number}")) for stream in ("stdout", "stderr")
+        ]
+        more = (
+            [self._mounts, self._faults.get(number)] if how_to is forked_start else [self._python]
+        )
         self.processes.append(how_to(command, {**self._environment, **place}, outputs, *more))
 
     def signal(self, number: int, rank: int | None = None, workers: bool = True) -> None:
@@ -155,7 +177,8 @@ class Start:
                     break
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Outcome:
-        """Wait for the end of every rank; a start that takes longer is killed and fails the test."""
+        """Wait for the end of every rank; a start that takes longer is killed and fails the
+        test."""
         deadline = time.monotonic() + timeout_s
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
         seconds = time.monotonic() - self._begun
@@ -169,7 +192,9 @@ class Start:
         """Whether any rank is still there."""
         return any(process.wait(0) is None for process in self.processes)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> bool:
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S
+    ) -> bool:
         """Poll until the condition holds (True) or the start has ended by itself (False)."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -183,13 +208,17 @@ class Start:
 
     def left_over(self) -> list[int]:
         """Processes of this start that are still there, zombies aside."""
-        return [pid for pid in find_marked(self.marker, [process.pid for process in self.processes])]
+        return [
+            pid for pid in find_marked(self.marker, [process.pid for process in self.processes])
+        ]
 
     def assert_nothing_left(self, within_s: float = 5.0) -> None:
         """Fails if a process of this start outlives it."""
         deadline = time.monotonic() + within_s
         while left := self.left_over():
-            assert time.monotonic() < deadline, f"left behind: {[(pid, command_line(pid)) for pid in left]}"
+            assert time.monotonic() < deadline, (
+                f"left behind: {[(pid, command_line(pid)) for pid in left]}"
+            )
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -202,8 +231,12 @@ class Start:
             process.wait(10)
 
     def _read(self, stream: str) -> list[str]:
-        paths = [Path(self._folder.name, f"{stream}_{number}") for number in range(len(self.processes))]
-        return [path.read_text("utf-8", errors="replace") if path.exists() else "" for path in paths]
+        paths = [
+            Path(self._folder.name, f"{stream}_{number}") for number in range(len(self.processes))
+        ]
+        return [
+            path.read_text("utf-8", errors="replace") if path.exists() else "" for path in paths
+        ]
 
     def _said(self) -> str:
         return "".join([*self._read("stdout"), *self._read("stderr")])[-5000:]
@@ -212,7 +245,10 @@ class Start:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.kill()
         if self._port is not None:
@@ -232,7 +268,9 @@ def run(
     per_node: int | None = None,
 ) -> Outcome:
     """Start, wait for the end, and see that nothing is left behind."""
-    with Start(flags, ranks, how, variables, mounts_of, faults, flags_of=flags_of, per_node=per_node) as start:
+    with Start(
+        flags, ranks, how, variables, mounts_of, faults, flags_of=flags_of, per_node=per_node
+    ) as start:
         outcome = start.wait(timeout_s)
         start.assert_nothing_left()
         return outcome
@@ -264,14 +302,19 @@ class _Process:
 
 
 def pretrain_after(code: str, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py as one rank in a process that runs a line of Python first, which changes its surroundings."""
+    """Run pretrain_gpt.py as one rank in a process that runs a line of Python first, which changes
+    its surroundings."""
     start = f"{code}; import sys, pretrain_gpt; sys.exit(pretrain_gpt.main(sys.argv[1:]))"
     command = [str(warm_python.folder() / "python"), "-c", start, *flags]
     environment = warm_python.environment()
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
 
 
-def subprocess_start(command: list[str], environment: dict[str, str], outputs: list[str], python: str) -> _Process:
+def subprocess_start(
+    command: list[str], environment: dict[str, str], outputs: list[str], python: str
+) -> _Process:
     """A new interpreter, or the one of `warm_python`."""
     with open(outputs[0], "wb") as stdout, open(outputs[1], "wb") as stderr:
         process = subprocess.Popen(
@@ -286,16 +329,26 @@ def subprocess_start(command: list[str], environment: dict[str, str], outputs: l
 
 
 def forked_start(
-    command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
+    command: list[str],
+    environment: dict[str, str],
+    outputs: list[str],
+    mounts: str | None,
+    fault: Fault | None,
 ) -> _Process:
     """A process that need not import torch."""
-    process = FORKSERVER.Process(target=_run_forked, args=(command, environment, outputs, mounts, fault))
+    process = FORKSERVER.Process(
+        target=_run_forked, args=(command, environment, outputs, mounts, fault)
+    )
     process.start()
     return _Process(process)
 
 
 def _run_forked(
-    command: list[str], environment: dict[str, str], outputs: list[str], mounts: str | None, fault: Fault | None
+    command: list[str],
+    environment: dict[str, str],
+    outputs: list[str],
+    mounts: str | None,
+    fault: Fault | None,
 ) -> None:
     """Run a rank that may see other file systems, or have a fault."""
     if mounts is not None:
@@ -309,7 +362,8 @@ def _run_forked(
 
 
 def run_forked(command: list[str], environment: dict[str, str], outputs: list[str]) -> None:
-    """Become what `python <command>` with this environment would be, in a session of its own, then run it."""
+    """Become what `python <command>` with this environment would be, in a session of its own, then
+    run it."""
     os.setsid()
     # The fork server may have been started by a test that held signals back, and hands that on.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -331,7 +385,8 @@ def run_forked(command: list[str], environment: dict[str, str], outputs: list[st
 
 
 def _inject(fault: Fault) -> None:
-    """Let one change of a checkpoint or export fail in this process, or every one that needs space from then on."""
+    """Let one change of a checkpoint or export fail in this process, or every one that needs space
+    from then on."""
     calls = 0
 
     def before(call: OsCall) -> None:
@@ -353,10 +408,11 @@ def _inject(fault: Fault) -> None:
 
 
 def reserved_port() -> socket.socket:
-    """A socket whose TCP port nobody gets by chance while it is open: neither another start nor any connection.
+    """A socket whose TCP port nobody gets by chance while it is open: neither another start nor any
+    connection.
 
-    Without that, rank 0 would now and then find its port in use, and the others would wait for it. A store that also
-    sets SO_REUSEADDR can listen at the port, because this socket does not.
+    Without that, rank 0 would now and then find its port in use, and the others would wait for it.
+    A store that also sets SO_REUSEADDR can listen at the port, because this socket does not.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -378,8 +434,8 @@ def ended_process() -> int:
 
 
 def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
-    """Living processes with this marker in their environment, or of one of these sessions (a fork keeps the
-    environment that its server was started with)."""
+    """Living processes with this marker in their environment, or of one of these sessions (a fork
+    keeps the environment that its server was started with)."""
     found: list[int] = []
     for path in Path("/proc").iterdir() if os.path.isdir("/proc") else ():
         if not path.name.isdecimal():
@@ -388,13 +444,17 @@ def find_marked(marker: str, sessions: Sequence[int] = ()) -> list[int]:
             state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
             if state in "ZX":
                 continue
-            if int(session) in sessions or f"{MARKER}={marker}".encode() in (path / "environ").read_bytes():
+            if (
+                int(session) in sessions
+                or f"{MARKER}={marker}".encode() in (path / "environ").read_bytes()
+            ):
                 found.append(int(path.name))
     return found
 
 
 def listening_at(process: int) -> list[tuple[str, int]]:
-    """Return address, as in /proc/net/tcp, and port of the sockets on which a process waits for connections."""
+    """Return address, as in /proc/net/tcp, and port of the sockets on which a process waits for
+    connections."""
     own = set()
     for path in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -411,7 +471,8 @@ def listening(process: int) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is 127.0.0.0/8 or ::1, also when it is written for IPv6; words are in the order of bytes."""
+    """Whether an address is 127.0.0.0/8 or ::1, also when it is written for IPv6; words are in the
+    order of bytes."""
     return address[-2:] == "7F" or address == "0" * 24 + "01000000"
 
 
@@ -437,6 +498,7 @@ def trains(experiment: Path) -> bool:
 def python_warnings(output: str) -> list[str]:
     """Return the lines of Python's warnings: `file.py:12: UserWarning: ...`.
 
-    Lines of C++ libraries (`[W1122 10:11:12.345 Context.cpp:67] Warning: ...`) and of our log are none of them.
+    Lines of C++ libraries (`[W1122 10:11:12.345 Context.cpp:67] Warning: ...`) and of our log are
+    none of them.
     """
     return re.findall(r"^.+:\d+: [\w.]*Warning: .*$", output, re.M)

@@ -1,4 +1,5 @@
-"""A run that saves and rotates while a program reads it, at a chosen call of the reader and not by the clock."""
+"""A run that saves and rotates while a program reads it, at a chosen call of the reader and not by
+the clock."""
 
 from __future__ import annotations
 
@@ -14,29 +15,40 @@ READS = ("open", "stat", "lstat", "listdir", "scandir")
 
 
 class LiveRun:
-    """An experiment directory with a copy of the first of some checkpoints; `rotate` replaces it by that of the next.
+    """An experiment directory with a copy of the first of some checkpoints; `rotate` replaces it by
+    that of the next.
 
-    Two of the same name stand for a run that goes back to an older checkpoint and saves an iteration once more.
+    Two of the same name stand for a run that goes back to an older checkpoint and saves an
+    iteration once more.
 
     permanent: a checkpoint that stays.
     """
 
-    def __init__(self, root: Path, checkpoints: Sequence[Path], permanent: Path | None = None) -> None:
+    def __init__(
+        self, root: Path, checkpoints: Sequence[Path], permanent: Path | None = None
+    ) -> None:
         self.root = root
         self.folder = root / "checkpoints"
         self._left = list(checkpoints)
         self.folder.mkdir(parents=True)
-        self._stays = shutil.copytree(permanent, self.folder / permanent.name).name if permanent else None
+        self._stays = (
+            shutil.copytree(permanent, self.folder / permanent.name).name if permanent else None
+        )
         (root / "metrics.jsonl").touch()
         self.rotations = -1
         self.rotate()
 
     def rotate(self) -> None:
-        """Publish the next checkpoint, then delete the others as `retention.prune` does; nothing if none is left."""
+        """Publish the next checkpoint, then delete the others as `retention.prune` does; nothing if
+        none is left."""
         if not self._left:
             return
         source, self.rotations = self._left.pop(0), self.rotations + 1
-        before = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.name != self._stays]
+        before = [
+            path
+            for path in self.folder.iterdir()
+            if path.name.isdecimal() and path.name != self._stays
+        ]
         ready = self.folder / f".tmp-{source.name}-0123456789abcdef"
         shutil.copytree(source, ready)
         os.utime(ready)  # as new as a folder that a run has written
@@ -55,7 +67,8 @@ class LiveRun:
 
     @contextmanager
     def rotating(self, at: Callable[[int], bool]) -> Iterator[list[str]]:
-        """Rotate before each call on something in the folder for whose number `at` holds; yield the calls so far."""
+        """Rotate before each call on something in the folder for whose number `at` holds; yield the
+        calls so far."""
         originals = {name: getattr(os, name) for name in READS}
         calls: list[str] = []
         inside = False

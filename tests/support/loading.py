@@ -12,7 +12,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @contextlib.contextmanager
 def loaded(name: str) -> Iterator[ModuleType]:
-    """`scripts/<name>.py`; among the imported modules meanwhile, where dataclasses look their module up."""
+    """`scripts/<name>.py`; among the imported modules meanwhile, where dataclasses look their
+    module up."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

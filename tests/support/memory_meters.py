@@ -1,4 +1,5 @@
-"""Bytes that autograd keeps, and the peak of everything that torch allocates, measured on CPU to the byte."""
+"""Bytes that autograd keeps, and the peak of everything that torch allocates, measured on CPU to
+the byte."""
 
 from __future__ import annotations
 
@@ -57,21 +58,29 @@ class Alone:
 def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
     """A model of one rank with memory on CPU."""
     layers = layers or layers_of(config)
-    model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, Alone())
+    model = MultiStage(
+        layers, config.multi_stage, config.batch, config.distributed.training_dtype, Alone()
+    )
     model.initialize(1)
     return model
 
 
-def simulated_rank(config: Config, ranks: int, rank: int = 0, device_type: str = "cpu") -> MultiStage:
-    """The model of one rank with memory on CPU; its groups do not exist: their collectives leave garbage."""
+def simulated_rank(
+    config: Config, ranks: int, rank: int = 0, device_type: str = "cpu"
+) -> MultiStage:
+    """The model of one rank with memory on CPU; its groups do not exist: their collectives leave
+    garbage."""
     group = SimulatedGroup(rank, ranks, device_type, "cpu", config.distributed)
     kernels = choose_kernels(config, torch.device("cpu"), planned=True)
     durations = planned_durations(config, ranks, "cpu")
-    return partitioned(config, model_layers(config, kernels, group.tensor), group, durations=durations)
+    return partitioned(
+        config, model_layers(config, kernels, group.tensor), group, durations=durations
+    )
 
 
 def micro_batches(config: Config) -> list[MicroBatch]:
-    """The micro-batches of one step, of random tokens; with --reset_position_ids=1 each has positions of its own."""
+    """The micro-batches of one step, of random tokens; with --reset_position_ids=1 each has
+    positions of its own."""
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches
     generator = torch.Generator().manual_seed(1)
@@ -111,7 +120,8 @@ def measured_peak(model: MultiStage, batches: list[MicroBatch]) -> int:
 
 
 def some(cases: Sequence[Any], *columns: Sequence[Any], each: int) -> list[Any]:
-    """Return every case with all values of the columns before it; one row of `each` by default, the others slow."""
+    """Return every case with all values of the columns before it; one row of `each` by default, the
+    others slow."""
     return [
         pytest.param(*values, case, marks=[] if (place + number) % each == 0 else pytest.mark.slow)
         for place, case in enumerate(cases)
@@ -128,18 +138,24 @@ class _LayerEnds(Observer):
 
 
 def measure_kept(model: MultiStage, micro_batch: MicroBatch) -> dict[str, int]:
-    """Bytes of the storages that autograd keeps for the backward pass, each at the layer that keeps it first.
+    """Bytes of the storages that autograd keeps for the backward pass, each at the layer that keeps
+    it first.
 
     Weights, tokens, and tables that all blocks share are no activations.
     """
-    shared = [stage.weights.data for stage in model.stages] + [micro_batch.tokens, micro_batch.labels]
+    shared = [stage.weights.data for stage in model.stages] + [
+        micro_batch.tokens,
+        micro_batch.labels,
+    ]
     alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in shared}
     ignored, totals = sum(storage.nbytes() for storage in alive.values()), [0]
     by_layer: dict[str, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        alive.setdefault(storage.data_ptr(), storage)  # alive, so that no other one gets its address
+        alive.setdefault(
+            storage.data_ptr(), storage
+        )  # alive, so that no other one gets its address
         return tensor
 
     def at_end(name: str) -> None:
@@ -154,10 +170,11 @@ def measure_kept(model: MultiStage, micro_batch: MicroBatch) -> dict[str, int]:
 
 
 class StorageWatcher(TorchDispatchMode):
-    """Watches the storages that torch's operations make from the moment it is entered; override `made` and `freed`.
+    """Watches the storages that torch's operations make from the moment it is entered; override
+    `made` and `freed`.
 
-    Products of halves are computed in fp32, which takes a CPU without their instructions a twentieth of the time. The
-    copies are not seen: what an operation allocates inside never is.
+    Products of halves are computed in fp32, which takes a CPU without their instructions a
+    twentieth of the time. The copies are not seen: what an operation allocates inside never is.
     """
 
     def __init__(self) -> None:
@@ -171,9 +188,15 @@ class StorageWatcher(TorchDispatchMode):
     def freed(self, number: int, size: int) -> None:
         """Take note of the end of a storage."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = _product_in_fp32(function, args, kwargs or {})
-        known = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        known = {
+            leaf.untyped_storage()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), known)
@@ -189,7 +212,8 @@ class StorageWatcher(TorchDispatchMode):
 
 
 class PeakMeter(StorageWatcher):
-    """The most bytes of all storages that torch's operations have made since it was entered, and that live."""
+    """The most bytes of all storages that torch's operations have made since it was entered, and
+    that live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,16 +229,22 @@ class PeakMeter(StorageWatcher):
         self.live -= size
 
 
-# Libraries take workspaces inside of these: at most 2.4 MiB for each thread, whatever the size of the product.
-PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"))
+# Libraries take workspaces inside of these: at most 2.4 MiB for each thread, whatever the size of
+# the product.
+PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+)
 
 
 class AllocatorMeter:
-    """The bytes that torch's allocator on a CPU hands out, also inside of an operation, less workspaces of products."""
+    """The bytes that torch's allocator on a CPU hands out, also inside of an operation, less
+    workspaces of products."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0  # after the `with`: at its end, and most at any time
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
 
     def __enter__(self) -> AllocatorMeter:
         self._profiler.__enter__()
@@ -223,23 +253,32 @@ class AllocatorMeter:
     def __exit__(self, *error: Any) -> None:
         self._profiler.__exit__(*error)
         events = self._profiler.profiler.kineto_results.events()
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        changes = sorted(
+            (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+        )
         products = [
-            (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() in PRODUCTS
+            (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in events
+            if event.name() in PRODUCTS
         ]
         for size in _without_workspaces(changes, sorted(products)):
             self.live += size
             self.peak = max(self.peak, self.live)
 
 
-def _without_workspaces(changes: list[tuple[int, int]], products: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield the sizes in order of time, but not those that a product allocates and frees before its end."""
+def _without_workspaces(
+    changes: list[tuple[int, int]], products: list[tuple[int, int]]
+) -> Iterator[int]:
+    """Yield the sizes in order of time, but not those that a product allocates and frees before its
+    end."""
     starts = [start for start, _ in products]
     inside: list[int | None] = []  # the product of each change
     for time_ns, _ in changes:
         number = bisect.bisect_right(starts, time_ns) - 1
         inside.append(number if number >= 0 and time_ns <= products[number][1] else None)
-    freed = Counter((number, -size) for number, (_, size) in zip(inside, changes, strict=True) if size < 0)
+    freed = Counter(
+        (number, -size) for number, (_, size) in zip(inside, changes, strict=True) if size < 0
+    )
     for number, (_, size) in zip(inside, changes, strict=True):
         if number is None or (size > 0 and not freed[number, size]):
             yield size

@@ -8,8 +8,9 @@ from typing import Any
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl in the order of their iterations.
 
-    The last line of a phase and iteration counts (a resumed run repeats some). Numbers that were not finite are None.
-    Lines that are not JSON objects (a torn last line, a damaged disk) are left out.
+    The last line of a phase and iteration counts (a resumed run repeats some). Numbers that were
+    not finite are None. Lines that are not JSON objects (a torn last line, a damaged disk) are left
+    out.
     """
     records: dict[tuple[Any, Any], dict[str, Any]] = {}
     for line in path.read_bytes().split(b"\n"):

@@ -1,4 +1,5 @@
-"""What a start does with its mirror, without a run around it, and checkpoints that know their history."""
+"""What a start does with its mirror, without a run around it, and checkpoints that know their
+history."""
 
 import time
 from collections.abc import Callable
@@ -31,18 +32,24 @@ def restore(made: Mirror) -> Mirror:
 
 
 def load_chosen(made: Mirror) -> tuple[Path, list[str]] | None:
-    """Load what a start chooses, on one rank; return its folder and the warnings, None if there is nothing."""
+    """Load what a start chooses, on one rank; return its folder and the warnings, None if there is
+    nothing."""
     made.compare()
     choice = choose(made._checkpoints, made._options, made.usable)
     model: Any = test_writing.empty_model(test_writing.SPECS, test_writing.Layout(1, 3), 0)
     lines = list[str]()
     where = made._checkpoints
-    found = reading.load_first_good(choice.found, where, model, one_rank(), lines.append, repair=made.fetch)
+    found = reading.load_first_good(
+        choice.found, where, model, one_rank(), lines.append, repair=made.fetch
+    )
     return None if found is None else (found[0], lines)
 
 
-def save(root: Path, iteration: int, seed: int, ranks: int = 1, *, run: str = RUN, **more: Any) -> None:
-    """Save a checkpoint of a run, whose iterations had one set of options unless `changes` says otherwise."""
+def save(
+    root: Path, iteration: int, seed: int, ranks: int = 1, *, run: str = RUN, **more: Any
+) -> None:
+    """Save a checkpoint of a run, whose iterations had one set of options unless `changes` says
+    otherwise."""
     history = History(run, more.pop("changes", ((0, OPTIONS),)))
     state = {**run_state(), **more.pop("state", {}), **history.state()}
     test_writing.save(root, iteration, seed, ranks, state=state, **more)

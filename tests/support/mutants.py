@@ -1,8 +1,10 @@
-"""Mutation testing of the hot path: `python -m tests.support.mutants --count=50 --seed=1` (some hours on two cores).
+"""Mutation testing of the hot path: `python -m tests.support.mutants --count=50 --seed=1` (some
+hours on two cores).
 
-Each mutant is a copy of the checkout with one mistake drawn at random: a sign, a factor, a missing wait, a rank or size
-of a group, an off-by-one. `scripts/prove_layouts.py` tries to catch it within a minute; then the default tests do,
-those of the mutant's own room first. Prints a line for each mutant: where it is, and what catches it.
+Each mutant is a copy of the checkout with one mistake drawn at random: a sign, a factor, a missing
+wait, a rank or size of a group, an off-by-one. `scripts/prove_layouts.py` tries to catch it within
+a minute; then the default tests do, those of the mutant's own room first. Prints a line for each
+mutant: where it is, and what catches it.
 """
 
 import argparse
@@ -24,10 +26,19 @@ ROOT = PACKAGE.parent
 # Beside what one plain rank runs.
 MORE = (
     *("zero/replicas.py", "zero/layout.py", "zero/schedule.py", "distributed/cpu_collectives.py"),
-    *("optimizer/rules/muon.py", "optimizer/rules/momentum.py", "optimizer/averaging.py", "optimizer/loss_scale.py"),
+    *(
+        "optimizer/rules/muon.py",
+        "optimizer/rules/momentum.py",
+        "optimizer/averaging.py",
+        "optimizer/loss_scale.py",
+    ),
 )
 OPERATORS = {ast.Add: ("sign", "+", "-"), ast.Sub: ("sign", "-", "+")}
-OPERATORS |= {ast.Mult: ("factor", "*", "/"), ast.Div: ("factor", "/", "*"), ast.FloorDiv: ("factor", "//", "*")}
+OPERATORS |= {
+    ast.Mult: ("factor", "*", "/"),
+    ast.Div: ("factor", "/", "*"),
+    ast.FloorDiv: ("factor", "//", "*"),
+}
 COMPARISONS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
 GROUPS = {"rank": "0", "world_size": "1"}
 NO_CODE = (ast.Assert, ast.Raise, ast.JoinedStr, ast.AnnAssign, ast.arguments)
@@ -55,7 +66,9 @@ class Mutant(NamedTuple):
     def plant(self, package: Path) -> None:
         """Write the mistake into a copy of the package."""
         source = (PACKAGE / self.path).read_text("utf-8")
-        (package / self.path).write_text(source[: self.start] + self.text + source[self.end :], "utf-8")
+        (package / self.path).write_text(
+            source[: self.start] + self.text + source[self.end :], "utf-8"
+        )
 
 
 def mutants(path: str) -> Iterator[Mutant]:
@@ -89,15 +102,25 @@ def mutants(path: str) -> Iterator[Mutant]:
             yield Mutant("factor", path, *place(node), repr(2 * node.value), in_triton)
         elif isinstance(node, ast.Expr) and re.search(r"\bwait\w*\(\)$", ast.unparse(node)):
             yield Mutant("missing wait", path, *place(node), "pass", in_triton)
-        elif isinstance(node, ast.Attribute) and node.attr in GROUPS and isinstance(node.ctx, ast.Load):
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in GROUPS
+            and isinstance(node.ctx, ast.Load)
+        ):
             yield Mutant("wrong group", path, *place(node), GROUPS[node.attr], in_triton)
         elif isinstance(node, ast.Slice):
             for bound in filter(None, (node.lower, node.upper)):
-                yield Mutant("off-by-one", path, *place(bound), f"({ast.unparse(bound)}) + 1", in_triton)
+                yield Mutant(
+                    "off-by-one", path, *place(bound), f"({ast.unparse(bound)}) + 1", in_triton
+                )
         elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-            yield from between("off-by-one", node.left, node.comparators[0], *COMPARISONS[type(node.ops[0])])
+            yield from between(
+                "off-by-one", node.left, node.comparators[0], *COMPARISONS[type(node.ops[0])]
+            )
         for child in ast.iter_child_nodes(node):
-            if child is not getattr(node, "returns", None) and child is not getattr(node, "annotation", None):
+            if child is not getattr(node, "returns", None) and child is not getattr(
+                node, "annotation", None
+            ):
                 yield from visit(child)
         in_triton = outside
 
@@ -108,7 +131,12 @@ def mutants(path: str) -> Iterator[Mutant]:
 def copy_checkout(folder: Path) -> dict[str, str]:
     """Copy the checkout to a new folder; return the environment of programs that run there."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-    return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def caught(mutant: Mutant, folder: Path, seed: int) -> str:
@@ -135,7 +163,9 @@ def caught(mutant: Mutant, folder: Path, seed: int) -> str:
     if not mutant.in_triton and (line := first_line(("DIFFERENT", "ERROR", "Traceback"), *command)):
         return f"command: {line}"
     room = Path("tests", mutant.path)
-    for tests in dict.fromkeys([str(room.with_name(f"test_{room.name}")), str(room.parent), *TESTS]):
+    for tests in dict.fromkeys(
+        [str(room.with_name(f"test_{room.name}")), str(room.parent), *TESTS]
+    ):
         if not (folder / tests).exists():
             continue
         words = ("-m", "pytest", "-q", "-x", "-n2", "-p", "no:cacheprovider", tests)

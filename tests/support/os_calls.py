@@ -1,7 +1,9 @@
-"""See, stop or count the calls that change checkpoints and exports, inside a forked process of a test.
+"""See, stop or count the calls that change checkpoints and exports, inside a forked process of a
+test.
 
-The functions of `os` that change a file system are replaced by ones that report first. Only a test does this, never the
-package; tests/faults/test_every_call.py checks against strace that no such call of a save, prune or export is missed.
+The functions of `os` that change a file system are replaced by ones that report first. Only a test
+does this, never the package; tests/faults/test_every_call.py checks against strace that no such
+call of a save, prune or export is missed.
 """
 
 import functools
@@ -11,9 +13,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Everything that changes a file system and that the program calls for its checkpoints and exports; to open a file for
-# reading is no change.
-CHANGES = ("mkdir", "open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "ftruncate")
+# Everything that changes a file system and that the program calls for its checkpoints and exports;
+# to open a file for reading is no change.
+CHANGES = (
+    "mkdir",
+    "open",
+    "write",
+    "pwrite",
+    "fsync",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+)
 _PLACE = re.compile(r"/(checkpoints|export)(/|$)")
 
 
@@ -38,11 +51,16 @@ class OsCall(NamedTuple):
 
     def path_and_target(self) -> tuple[str, ...]:
         """The path, and of a rename the new path."""
-        return (self.path, os.fspath(self.arguments[1])) if self.name in ("rename", "replace") else (self.path,)
+        return (
+            (self.path, os.fspath(self.arguments[1]))
+            if self.name in ("rename", "replace")
+            else (self.path,)
+        )
 
 
 def intercept(before: Callable[[OsCall], None]) -> Callable[[], None]:
-    """Call `before` ahead of each change in checkpoints/ and export/; return a function that undoes this.
+    """Call `before` ahead of each change in checkpoints/ and export/; return a function that undoes
+    this.
 
     `before` may raise OSError in place of the call. Its own calls of `os` are not reported.
     """
@@ -71,7 +89,8 @@ def intercept(before: Callable[[OsCall], None]) -> Callable[[], None]:
 
 
 def _path(first: Any, directory: int | None) -> str | None:
-    """Return the path of a call by its first argument and `dir_fd`; None outside of checkpoints/ and export/."""
+    """Return the path of a call by its first argument and `dir_fd`; None outside of checkpoints/
+    and export/."""
     descriptor = first if isinstance(first, int) else directory
     path = os.fspath(first) if descriptor is None else os.readlink(f"/proc/self/fd/{descriptor}")
     if descriptor is not None and not isinstance(first, int):

@@ -1,4 +1,5 @@
-"""An independent oracle: the same architectures out of torch.nn and autograd, nothing of ours but the names."""
+"""An independent oracle: the same architectures out of torch.nn and autograd, nothing of ours but
+the names."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,9 @@ ACTIVATIONS = {
 
 
 class PlainBlock(nn.Module):
-    documents: Tensor | None = None  # (b, s): a number for each token's document, which attention does not leave
+    documents: Tensor | None = (
+        None  # (b, s): a number for each token's document, which attention does not leave
+    )
     positions: Tensor | None = None  # (b, s); None: 0, 1, 2, ...
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -45,8 +48,13 @@ class PlainBlock(nn.Module):
             }
         )
         if config.qk_layernorm:
-            self.attention["query_norm"], self.attention["key_norm"] = PlainNorm(config, d), PlainNorm(config, d)
-        self.mlp = nn.ModuleDict({"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)})
+            self.attention["query_norm"], self.attention["key_norm"] = (
+                PlainNorm(config, d),
+                PlainNorm(config, d),
+            )
+        self.mlp = nn.ModuleDict(
+            {"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.attend(self.attention_norm(x))
@@ -76,9 +84,15 @@ class PlainBlock(nn.Module):
         distance = torch.arange(s)[:, None] - torch.arange(s)
         allowed = (distance >= 0) & (distance < (self.config.window_size or s))
         if self.documents is not None:
-            allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(d) / self.divisor).masked_fill(~allowed, -math.inf)
-        return self.attention["output"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d))
+            allowed = allowed & (
+                self.documents[:, None, :, None] == self.documents[:, None, None, :]
+            )
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(d) / self.divisor).masked_fill(
+            ~allowed, -math.inf
+        )
+        return self.attention["output"](
+            (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
+        )
 
 
 class PlainGPT(nn.Module):
@@ -87,9 +101,13 @@ class PlainGPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.ModuleDict({"word": nn.Embedding(config.vocab_size, config.hidden_size)})
+        self.embedding = nn.ModuleDict(
+            {"word": nn.Embedding(config.vocab_size, config.hidden_size)}
+        )
         if config.use_position_embeddings:
-            self.embedding["position"] = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            self.embedding["position"] = nn.Embedding(
+                config.max_position_embeddings, config.hidden_size
+            )
         if config.input_embedding_norm:
             self.embedding["norm"] = PlainNorm(config)
         self.blocks = nn.ModuleList(PlainBlock(config, index) for index in range(config.num_layers))
@@ -101,19 +119,27 @@ class PlainGPT(nn.Module):
         x = self.embedding["word"](tokens)
         if self.config.use_position_embeddings:
             positions = self.blocks[0].positions
-            x = x + self.embedding["position"](torch.arange(tokens.shape[1]) if positions is None else positions)
+            x = x + self.embedding["position"](
+                torch.arange(tokens.shape[1]) if positions is None else positions
+            )
         if self.config.input_embedding_norm:
             x = self.embedding["norm"](x)
         for block in self.blocks:
             x = block(x)
-        weight = self.embedding["word"].weight if self.config.tie_word_embeddings else self.head["output"].weight
+        weight = (
+            self.embedding["word"].weight
+            if self.config.tie_word_embeddings
+            else self.head["output"].weight
+        )
         logits, cap = self.head["norm"](x) @ weight.T, self.config.logit_soft_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, tokens: Tensor, masked: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of (b, s + 1) tokens, without the labels in `masked`, (b, s)."""
         labels = tokens[:, 1:] if masked is None else tokens[:, 1:].masked_fill(masked, -100)
-        return functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), labels.flatten())
+        return functional.cross_entropy(
+            self(tokens[:, :-1]).flatten(0, 1).float(), labels.flatten()
+        )
 
     def load(self, weights: dict[str, np.ndarray]) -> None:
         self.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
@@ -135,29 +161,39 @@ class PlainNorm(nn.Module):
         if self.config.zero_centered_normalization:
             weight = weight + 1
         if self.config.normalization_type == "layer_norm":
-            return functional.layer_norm(x, x.shape[-1:], weight, self.bias, self.config.layer_norm_eps)
+            return functional.layer_norm(
+                x, x.shape[-1:], weight, self.bias, self.config.layer_norm_eps
+            )
         return functional.rms_norm(x, x.shape[-1:], weight, self.config.layer_norm_eps)
 
 
 def rotate(x: Tensor, config: ModelConfig, positions: Tensor | None = None) -> Tensor:
-    """Rotary positions through complex numbers: of the first r channels, j and j + r / 2 are one complex number.
+    """Rotary positions through complex numbers: of the first r channels, j and j + r / 2 are one
+    complex number.
 
     Only plain and linear frequencies; tests/layers/test_rotary.py has the others.
     """
     r, s = int(x.shape[-1] * config.rotary_percent), x.shape[-2]
     where = torch.arange(s) if positions is None else positions[:, None]  # (s,) or (b, 1, s)
-    angles = where[..., None] * config.rotary_base ** (-torch.arange(0, r, 2) / r) / (config.rope_factor or 1)
-    turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(torch.ones_like(angles), angles)
+    angles = (
+        where[..., None]
+        * config.rotary_base ** (-torch.arange(0, r, 2) / r)
+        / (config.rope_factor or 1)
+    )
+    turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat([turned.real, turned.imag, x[..., r:]], dim=-1)
 
 
 def plain_adamw(
     model: nn.Module, options: OptimizerConfig, scales: Mapping[str, float] | None = None
 ) -> Callable[[Tensor, float], float]:
-    """Return a function that updates a model from a loss at a learning rate, and returns the gradient norm.
+    """Return a function that updates a model from a loss at a learning rate, and returns the
+    gradient norm.
 
-    As in Fast-LLM, norms and biases are exempt from weight decay, embeddings are not. scales: factors on the learning
-    rate by name; 0 freezes.
+    As in Fast-LLM, norms and biases are exempt from weight decay, embeddings are not. scales:
+    factors on the learning rate by name; 0 freezes.
     """
     groups = []
     for name, parameter in model.named_parameters():
@@ -166,7 +202,9 @@ def plain_adamw(
         if scale:
             decay = options.weight_decay if parameter.dim() > 1 else 0.0
             groups.append({"params": [parameter], "weight_decay": decay, "scale": scale})
-    optimizer = torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
+    optimizer = torch.optim.AdamW(
+        groups, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps
+    )
 
     def update(loss: Tensor, rate: float) -> float:
         optimizer.zero_grad()

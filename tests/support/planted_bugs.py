@@ -2,8 +2,9 @@
 
     python -m tests.support.planted_bugs    writes their table into docs/reliability.md
 
-A bug is a function of the package with a piece of its source replaced. `scripts/prove_layouts.py` finds each in a
-minute, in layouts drawn for the options that stand beside it, or a default test fails.
+A bug is a function of the package with a piece of its source replaced. `scripts/prove_layouts.py`
+finds each in a minute, in layouts drawn for the options that stand beside it, or a default test
+fails.
 """
 
 import __future__
@@ -24,7 +25,8 @@ GUIDE = ROOT / "docs" / "reliability.md"
 class Bug(NamedTuple):
     """A published bug. place: module:function of ours; before, after: in its source.
 
-    like: options with which the command finds it; empty: those that it draws. test: the test that finds it instead.
+    like: options with which the command finds it; empty: those that it draws. test: the test that
+    finds it instead.
     """
 
     name: str
@@ -55,7 +57,9 @@ class Bug(NamedTuple):
         if "__class__" in function.__code__.co_freevars:  # it calls super()
             source = f"class Owner:\n{textwrap.indent(source, '    ')}"
         flags = __future__.annotations.compiler_flag
-        code = compile(source, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+        code = compile(
+            source, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True
+        )
         while code.co_name != function.__name__:
             code = next(each for each in code.co_consts if isinstance(each, types.CodeType))
         return code
@@ -414,7 +418,11 @@ def table() -> list[str]:
     """Return the lines of the guide's table."""
     command = "`prove_layouts.py`"
     rows = [
-        (bug.what, bug.published, f"`{bug.test}`" if bug.test else f"{command}, `{bug.like}`" if bug.like else command)
+        (
+            bug.what,
+            bug.published,
+            f"`{bug.test}`" if bug.test else f"{command}, `{bug.like}`" if bug.like else command,
+        )
         for bug in BUGS
     ]
     return markdown_table(("bug", "published", "caught here by"), rows)

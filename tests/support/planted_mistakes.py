@@ -1,4 +1,5 @@
-"""Mistakes in 8 bits, pipelines, hybrid shards and frozen parts, planted to see whether `prove_layouts.py` finds them.
+"""Mistakes in 8 bits, pipelines, hybrid shards and frozen parts, planted to see whether
+`prove_layouts.py` finds them.
 
     python -m tests.support.planted_mistakes [NAME...]    plants each of them, or these, and says what finds it
 
@@ -27,7 +28,8 @@ SEED = 1
 
 
 def keep_frozen_weights_with_moving_scales() -> None:
-    """Keep the rounded form of a frozen weight with the scale of its layer, which each iteration changes."""
+    """Keep the rounded form of a frozen weight with the scale of its layer, which each iteration
+    changes."""
     weight_of, end_step = EightBit._weight, DelayedScales.end_step
     moving = dict[str, Any]()
 
@@ -380,7 +382,8 @@ def drawn() -> list[Case]:
 
 
 def found_in(mistake: Mistake, cases: Sequence[Case]) -> tuple[int, str]:
-    """Plant a mistake; return the number of the first case that is different, from 1, and how; 0: none is.
+    """Plant a mistake; return the number of the first case that is different, from 1, and how; 0:
+    none is.
 
     Cases that do not run the changed code are left out: they are as without the mistake.
     """

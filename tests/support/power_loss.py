@@ -1,8 +1,9 @@
 """What a disk may hold after a power cut: images made from a log of writes, syncs and renames.
 
-A file's bytes are certain once the file was synced; a folder's entries (files made, renamed or deleted in it) once the
-folder was. Until then any part of them may have reached the disk, in any order. Journals of common file systems keep
-more order than this, so what survives here survives there.
+A file's bytes are certain once the file was synced; a folder's entries (files made, renamed or
+deleted in it) once the folder was. Until then any part of them may have reached the disk, in any
+order. Journals of common file systems keep more order than this, so what survives here survives
+there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Event:
 
 
 class Log:
-    """The events of a program between `with` and its end, in order, relative to the folder `root`."""
+    """The events of a program between `with` and its end, in order, relative to the folder
+    `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -84,7 +86,8 @@ class Log:
 
 
 class Disk:
-    """The state after some events: what programs see, and which changes have not reached the disk for certain."""
+    """The state after some events: what programs see, and which changes have not reached the disk
+    for certain."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.inodes = [Inode(0, True)]
@@ -133,14 +136,18 @@ class Disk:
         self.pending.append(change)
 
     def images(self, chance: random.Random, most: int) -> Iterator[Image]:
-        """Yield states that the disk may be in: with none, all, all but one, and random ones of the pending changes."""
+        """Yield states that the disk may be in: with none, all, all but one, and random ones of the
+        pending changes."""
         count = len(self.pending)
         choices = [[True] * count, [False] * count]
         choices += [[index < cut for index in range(count)] for cut in range(1, count)]
         choices += [[index != out for index in range(count)] for out in range(count)]
         if len(choices) > most:
             choices = choices[:2] + chance.sample(choices[2:], most - 2)
-        choices += [[chance.random() < 0.5 for _ in range(count)] for _ in range(max(0, most - len(choices)))]
+        choices += [
+            [chance.random() < 0.5 for _ in range(count)]
+            for _ in range(max(0, most - len(choices)))
+        ]
         for index, choice in enumerate(choices):
             kept = [change for change, stays in zip(self.pending, choice, strict=True) if stays]
             yield Image(self, kept, CONTENTS[index % len(CONTENTS)], chance)
@@ -149,7 +156,9 @@ class Disk:
 class Image:
     """One possible content of the disk."""
 
-    def __init__(self, disk: Disk, kept: Sequence[Change], content: str, chance: random.Random) -> None:
+    def __init__(
+        self, disk: Disk, kept: Sequence[Change], content: str, chance: random.Random
+    ) -> None:
         self.disk = disk
         self.content = content
         self.chance = chance
@@ -168,7 +177,8 @@ class Image:
                 (folder / name).write_bytes(self._bytes(entry))
 
     def _bytes(self, file: Inode) -> bytes:
-        """Return what a file may hold: all that was written, what was synced, half of the rest, or zeros for it."""
+        """Return what a file may hold: all that was written, what was synced, half of the rest, or
+        zeros for it."""
         data = bytes(file.data)
         if data == file.synced or self.content == "all":
             return data

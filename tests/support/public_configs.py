@@ -1,17 +1,20 @@
 """config.json of popular models, as published, and their sizes.
 
-`PUBLIC` is preset -> (the text, parameters). The files of different publishers and versions of transformers name
-different keys that mean nothing to a model; those are there, too. `BIGCODE` has the keys of the StarCoder family
-(multi-query attention, learned positions).
+`PUBLIC` is preset -> (the text, parameters). The files of different publishers and versions of
+transformers name different keys that mean nothing to a model; those are there, too. `BIGCODE` has
+the keys of the StarCoder family (multi-query attention, learned positions).
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-_VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "public_configs.json").read_text("utf-8"))
+_VECTORS = json.loads(
+    (Path(__file__).parent.parent / "vectors" / "public_configs.json").read_text("utf-8")
+)
 PUBLIC: dict[str, tuple[str, int]] = {
-    name: (json.dumps(entry["config"]), entry["parameters"]) for name, entry in _VECTORS["presets"].items()
+    name: (json.dumps(entry["config"]), entry["parameters"])
+    for name, entry in _VECTORS["presets"].items()
 }
 BIGCODE = json.dumps(_VECTORS["gpt_bigcode"])
 

@@ -1,4 +1,5 @@
-"""Small configurations drawn by a seed: families of models, and options that change memory, files and traffic."""
+"""Small configurations drawn by a seed: families of models, and options that change memory, files
+and traffic."""
 
 import random
 from collections.abc import Callable
@@ -22,11 +23,14 @@ class Drawn(NamedTuple):
 
 
 def draw_configuration(seed: int) -> Drawn:
-    """Return the configuration of a seed: any is valid, and has a peak of some MB and at most 5 million parameters."""
+    """Return the configuration of a seed: any is valid, and has a peak of some MB and at most 5
+    million parameters."""
     draw = random.Random(seed)
     ranks = draw.choice((1, 2, 3, 4, 8))
     model = {**_sizes(draw), **draw.choice(FAMILIES)(draw)}
-    return Drawn(ranks, {**model, **_batch(draw, ranks), **_memory(draw, model["num_layers"], ranks)})
+    return Drawn(
+        ranks, {**model, **_batch(draw, ranks), **_memory(draw, model["num_layers"], ranks)}
+    )
 
 
 def draw_configurations(count: int, seed: int = 17) -> list[Drawn]:
@@ -90,7 +94,13 @@ def _batch(draw: random.Random, ranks: int) -> Options:
 def _memory(draw: random.Random, blocks: int, ranks: int) -> Options:
     stage, half = draw.choice((1, 2, 3)), draw.random() < 0.6
     levels = draw.choice(
-        ("none", "activation", "full", f"activation,full:{blocks // 2}", f"none,activation:{blocks - 1}")
+        (
+            "none",
+            "activation",
+            "full",
+            f"activation,full:{blocks // 2}",
+            f"none,activation:{blocks - 1}",
+        )
     )
     options = dict(
         zero_stage=stage,

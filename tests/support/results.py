@@ -11,7 +11,8 @@ import numpy as np
 from megatron_lite.checkpoint import files, manifest
 from tests.support.metrics import read_metrics
 
-# What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about time.
+# What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about
+# time.
 SAME = (
     "loss",
     "averaged_loss",
@@ -29,7 +30,11 @@ SAME = (
 def checkpoints(experiment: Path) -> list[int]:
     """Return the iterations of the published checkpoints, oldest first."""
     root = experiment / "checkpoints"
-    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal()) if root.is_dir() else []
+    return (
+        sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+        if root.is_dir()
+        else []
+    )
 
 
 def assert_all_good(experiment: Path) -> None:
@@ -46,14 +51,16 @@ def weights(experiment: Path) -> dict[str, str]:
     """Return a digest per parameter and Adam moment of the newest checkpoint, for any layout."""
     folder = experiment / "checkpoints" / str(checkpoints(experiment)[-1])
     digests = {
-        f"{name} {kind}": hashlib.sha256(values.tobytes()).hexdigest() for name, kind, values in saved_values(folder)
+        f"{name} {kind}": hashlib.sha256(values.tobytes()).hexdigest()
+        for name, kind, values in saved_values(folder)
     }
     assert digests
     return digests
 
 
 def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield (parameter, kind, elements as raw bytes) of a checkpoint, without the code that loads it."""
+    """Yield (parameter, kind, elements as raw bytes) of a checkpoint, without the code that loads
+    it."""
     content = manifest.read(folder)
     files = {file: (folder / file).read_bytes() for file in content.files}
     for name, parameter in content.parameters.items():
@@ -61,7 +68,9 @@ def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             size, row = parameter.dtype_of(kind).itemsize, math.prod(parameter.shape[1:])
             values, filled = np.zeros(math.prod(parameter.shape), f"V{size}"), 0
             for piece in pieces:
-                runs = np.frombuffer(files[piece.file], values.dtype, piece.num_bytes // size, piece.offset)
+                runs = np.frombuffer(
+                    files[piece.file], values.dtype, piece.num_bytes // size, piece.offset
+                )
                 for index, run in enumerate(runs.reshape(-1, piece.run)):
                     values[piece.first + index * row :][: piece.run] = run
                     filled += piece.run
@@ -72,7 +81,10 @@ def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
 def digests(folder: Path) -> dict[str, str]:
     """Return a digest of every file below a folder, by relative path."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }
 
 
 def curve(experiment: Path) -> dict[tuple[str, int], dict[str, Any]]:

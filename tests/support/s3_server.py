@@ -1,4 +1,5 @@
-"""moto's S3 server on loopback, and a proxy in front of it that refuses, cuts or holds up its connections."""
+"""moto's S3 server on loopback, and a proxy in front of it that refuses, cuts or holds up its
+connections."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import socket
 import threading
 from typing import Any
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
 from werkzeug.serving import make_server
 
 VARIABLES = {
@@ -48,19 +53,24 @@ class S3Server:
         self._server.server_close()
 
     def take(self, method: str) -> list[str]:
-        """Return the paths of requests by one method since the last call of `take`, and forget all of them."""
+        """Return the paths of requests by one method since the last call of `take`, and forget all
+        of them."""
         taken, self.requests = self.requests, []
         return [path for found, path in taken if found == method]
 
 
 class Proxy:
-    """Passes connections on to a port while `open` is set; `cut_after` bytes to the server it closes all of them.
+    """Passes connections on to a port while `open` is set; `cut_after` bytes to the server it
+    closes all of them.
 
-    It listens from `listen` on. Before, its port refuses connections. A connection that was open while `open` was not
-    set is dead for good with `stay_dead`, as after a firewall has forgotten it. Each 2 kB wait for `pause_s`.
+    It listens from `listen` on. Before, its port refuses connections. A connection that was open
+    while `open` was not set is dead for good with `stay_dead`, as after a firewall has forgotten
+    it. Each 2 kB wait for `pause_s`.
     """
 
-    def __init__(self, port: int, cut_after: int | None = None, stay_dead: bool = False, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, port: int, cut_after: int | None = None, stay_dead: bool = False, pause_s: float = 0.0
+    ) -> None:
         self._target = port
         self.left = cut_after
         self._lock = threading.Lock()

@@ -1,7 +1,8 @@
-"""Imports torch so that its threads sleep after a short wait, as in the program, and leaves the environment as it was.
+"""Imports torch so that its threads sleep after a short wait, as in the program, and leaves the
+environment as it was.
 
-OpenMP reads its variables once, when torch is imported. With its own defaults, tests with several threads would spin on
-the cores that other tests need.
+OpenMP reads its variables once, when torch is imported. With its own defaults, tests with several
+threads would spin on the cores that other tests need.
 """
 
 import os

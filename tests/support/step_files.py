@@ -1,7 +1,9 @@
-"""Count the files that a reader of one training step passes: `python -m tests.support.step_files` lists them.
+"""Count the files that a reader of one training step passes: `python -m tests.support.step_files`
+lists them.
 
-The step is a plain one: AdamW at a constant rate, two blocks, one rank, two micro-batches, on a CPU. A file counts with
-all its tokens of code if a function of it runs in `train_step`; the second step is traced, after what a run makes once.
+The step is a plain one: AdamW at a constant rate, two blocks, one rank, two micro-batches, on a
+CPU. A file counts with all its tokens of code if a function of it runs in `train_step`; the second
+step is traced, after what a run makes once.
 """
 
 import sys
@@ -17,8 +19,11 @@ PACKAGE = Path(megatron_lite.__file__).parent
 
 
 def step_files() -> dict[str, int]:
-    """Map each file of the package in which a function runs during a step to its number of tokens of code."""
-    paths = [path for path in map(Path, run_distributed(1, _entered)[0]) if path.is_relative_to(PACKAGE)]
+    """Map each file of the package in which a function runs during a step to its number of tokens
+    of code."""
+    paths = [
+        path for path in map(Path, run_distributed(1, _entered)[0]) if path.is_relative_to(PACKAGE)
+    ]
     return {str(path.relative_to(PACKAGE)): code_tokens(path.read_text("utf-8")) for path in paths}
 
 

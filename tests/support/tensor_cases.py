@@ -1,4 +1,5 @@
-"""Models and batches that tensor parallelism must not change, and short runs of them on ranks that are threads."""
+"""Models and batches that tensor parallelism must not change, and short runs of them on ranks that
+are threads."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,11 +29,20 @@ CASES: dict[str, Options] = {
     "gpt2": {"vocab_size": 61},
     "gpt2, untied": {"tie_word_embeddings": False, "layer_norm_init_range": 0.1},
     "gpt2, no biases": {"add_linear_biases": False},
-    "gpt2, biases of queries alone": {"add_linear_biases": False, "add_qkv_biases": True, "head_groups": 2},
+    "gpt2, biases of queries alone": {
+        "add_linear_biases": False,
+        "add_qkv_biases": True,
+        "head_groups": 2,
+    },
     "llama, all heads": {**LLAMA, "head_groups": 4},
     "llama, grouped": LLAMA,
     "llama, multi-query": {**LLAMA, "head_groups": 1, "add_qkv_biases": True},
-    "llama, tied": {**LLAMA, "tie_word_embeddings": True, "vocab_size": 61, "make_vocab_size_divisible_by": 8},
+    "llama, tied": {
+        **LLAMA,
+        "tie_word_embeddings": True,
+        "vocab_size": 61,
+        "make_vocab_size_divisible_by": 8,
+    },
     "qwen3": QWEN3,
     "qwen3, one group": {**QWEN3, "head_groups": 1, "tie_word_embeddings": False, "vocab_size": 61},
     "qk layer norms": {"qk_layernorm": True, "use_rotary_embeddings": True, "head_groups": 2},
@@ -48,14 +58,34 @@ CASES: dict[str, Options] = {
     "positions from 0": {"reset_positions": True, "vocab_size": 61},
     "z-loss": {**LLAMA, "logit_z_loss": 0.1, "vocab_size": 61},
     "soft cap": {"logit_soft_cap": 0.5, "logit_z_loss": 0.1, "init_method_std_embed": 0.3},
-    "blocks of the vocabulary": {"cross_entropy_block_size": 7, "vocab_size": 61, "logit_z_loss": 0.1},
+    "blocks of the vocabulary": {
+        "cross_entropy_block_size": 7,
+        "vocab_size": 61,
+        "logit_z_loss": 0.1,
+    },
     "chunks of tokens": {**LLAMA, "cross_entropy_splits": 5},
-    "chunks and blocks": {"cross_entropy_splits": 3, "cross_entropy_block_size": 16, "logit_soft_cap": 1.0},
+    "chunks and blocks": {
+        "cross_entropy_splits": 3,
+        "cross_entropy_block_size": 16,
+        "logit_soft_cap": 1.0,
+    },
     "whole embeddings": {**LLAMA, "parallel_embeddings": False, "vocab_size": 61},
     "whole embeddings, tied": {"parallel_embeddings": False, "vocab_size": 61},
-    "whole embeddings, blocks": {"parallel_embeddings": False, "cross_entropy_block_size": 7, "logit_z_loss": 0.1},
-    "padded vocabulary": {"vocab_size": 61, "make_vocab_size_divisible_by": 4, "tie_word_embeddings": False},
-    "padded whole vocabulary": {"vocab_size": 61, "make_vocab_size_divisible_by": 16, "parallel_embeddings": False},
+    "whole embeddings, blocks": {
+        "parallel_embeddings": False,
+        "cross_entropy_block_size": 7,
+        "logit_z_loss": 0.1,
+    },
+    "padded vocabulary": {
+        "vocab_size": 61,
+        "make_vocab_size_divisible_by": 4,
+        "tie_word_embeddings": False,
+    },
+    "padded whole vocabulary": {
+        "vocab_size": 61,
+        "make_vocab_size_divisible_by": 16,
+        "parallel_embeddings": False,
+    },
     "hybrid norms": {**LLAMA, "hybrid_norm": True},
     "norm of the embedding": {"input_embedding_norm": True, "tie_word_embeddings": False},
     "norms without weights": {**LLAMA, "use_layer_norm_weight": False},
@@ -65,12 +95,22 @@ CASES: dict[str, Options] = {
     "frozen head": {**LLAMA, "freeze": ("head",)},
     "frozen matrices": {"freeze": ("*.weight",), "tie_word_embeddings": False},
     "frozen parts": {"freeze": ("blocks.0.mlp", "blocks.1.attention", "*.bias")},
-    "all but the down matrices": {"freeze": ("embedding", "head", "*norm*", "*attention*", "*.up.*")},
-    "scaled rates": {"lr_scales": ("blocks:0.25", "*.bias:0.5", "embedding:2"), "tie_word_embeddings": False},
+    "all but the down matrices": {
+        "freeze": ("embedding", "head", "*norm*", "*attention*", "*.up.*")
+    },
+    "scaled rates": {
+        "lr_scales": ("blocks:0.25", "*.bias:0.5", "embedding:2"),
+        "tie_word_embeddings": False,
+    },
     "masks": {**LLAMA, "masks": True, "logit_z_loss": 0.1},
     "masks, whole embeddings": {"masks": True, "parallel_embeddings": False},
     "depth-first": {"depth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 1},
-    "breadth-first": {**LLAMA, "breadth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 1},
+    "breadth-first": {
+        **LLAMA,
+        "breadth_first_micro_batches": 2,
+        "batch_size": None,
+        "micro_batch_size": 1,
+    },
     "both orders": {
         "depth_first_micro_batches": 2,
         "breadth_first_micro_batches": 2,
@@ -85,11 +125,25 @@ CASES: dict[str, Options] = {
     "averages": {"ema_type": "ema"},
     "bf16": {**LLAMA, "training_dtype": "bf16"},
     "bf16, wide residual": {"training_dtype": "bf16", "full_precision_residual": True},
-    "bf16, narrow gradients": {**LLAMA, "training_dtype": "bf16", "full_precision_gradients": False},
-    "bf16, split weights": {**LLAMA, "training_dtype": "bf16", "split_master_weights": True, "zero_stage": 1},
+    "bf16, narrow gradients": {
+        **LLAMA,
+        "training_dtype": "bf16",
+        "full_precision_gradients": False,
+    },
+    "bf16, split weights": {
+        **LLAMA,
+        "training_dtype": "bf16",
+        "split_master_weights": True,
+        "zero_stage": 1,
+    },
     "fp16": {**LLAMA, "training_dtype": "fp16", "initial_loss_scale": 2.0**10},
     "in halves": {"sequence_length": 128, "overlap_tensor_reduce": True},
-    "in halves, bf16": {**LLAMA, "sequence_length": 128, "overlap_tensor_reduce": True, "training_dtype": "bf16"},
+    "in halves, bf16": {
+        **LLAMA,
+        "sequence_length": 128,
+        "overlap_tensor_reduce": True,
+        "training_dtype": "bf16",
+    },
 }
 
 # (data ranks, tensor ranks, tokens are split)
@@ -101,7 +155,9 @@ class CaseEngine(Engine):
 
     def __init__(self, ranks: Any, options: Options, **more: Any) -> None:
         self.kinds = {name: options.get(name, False) for name in BATCHES}
-        flags = {name: value for name, value in {**COMMON, **options}.items() if name not in BATCHES}
+        flags = {
+            name: value for name, value in {**COMMON, **options}.items() if name not in BATCHES
+        }
         flags["cross_document_attention"] = not self.kinds["documents"]
         super().__init__(ranks, flags, **more)
 
@@ -119,7 +175,8 @@ class CaseEngine(Engine):
             labels[torch.rand(labels.shape, generator=generator) < 0.4] = MASKED
             labels[count // 2] = MASKED
         cuts = [
-            sorted({0, *torch.randint(1, length, (3,), generator=generator).tolist(), length}) for _ in range(count)
+            sorted({0, *torch.randint(1, length, (3,), generator=generator).tolist(), length})
+            for _ in range(count)
         ]
         first = self.ranks.data.rank * batch.sequential_micro_batches
         micro_batches = []
@@ -149,7 +206,9 @@ class CaseEngine(Engine):
 
 def _documents(sizes: Sequence[Sequence[int]]) -> Documents:
     lengths = tuple(size for row in sizes for size in row)
-    return Documents(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), lengths)
+    return Documents(
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), lengths
+    )
 
 
 def _positions(sizes: Sequence[Sequence[int]]) -> Tensor:
@@ -158,7 +217,8 @@ def _positions(sizes: Sequence[Sequence[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank holds of all parameters: (layout, shard in fp32) of each stage. Can be sent by a process."""
+    """What one rank holds of all parameters: (layout, shard in fp32) of each stage. Can be sent by
+    a process."""
 
     data_rank: int
     tensor_rank: int
@@ -168,7 +228,14 @@ class Shards:
 def shards_of(engine: CaseEngine, kind: str) -> Shards:
     """Return a rank's shards of the gradients or of the weights, frozen ones included."""
     parts = [
-        (part.layout, (part.grad_shard if kind == "gradients" else part.read(kind)).detach().float().numpy().copy())
+        (
+            part.layout,
+            (part.grad_shard if kind == "gradients" else part.read(kind))
+            .detach()
+            .float()
+            .numpy()
+            .copy(),
+        )
         for _, part in engine.model.parts()
         if part.has_state or kind != "gradients"
     ]
@@ -176,7 +243,8 @@ def shards_of(engine: CaseEngine, kind: str) -> Shards:
 
 
 def joined(ranks: Sequence[Shards]) -> dict[str, Tensor]:
-    """Return whole values by name, put together from the shards of all ranks; copies must agree in every bit."""
+    """Return whole values by name, put together from the shards of all ranks; copies must agree in
+    every bit."""
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     of_data: dict[int, list[Shards]] = {}
@@ -198,7 +266,9 @@ def joined(ranks: Sequence[Shards]) -> dict[str, Tensor]:
                 spec.place(torch.ones(spec.local_shape, dtype=torch.bool), here)
                 twice = here & seen[spec.name]
                 copies = mine[twice], whole[spec.name][twice]
-                assert torch.allclose(*copies, rtol=0, atol=0, equal_nan=True), f"copies of {spec.name} differ"
+                assert torch.allclose(*copies, rtol=0, atol=0, equal_nan=True), (
+                    f"copies of {spec.name} differ"
+                )
                 whole[spec.name][here] = mine[here]
                 seen[spec.name] |= here
     assert all(bool(where.all()) for where in seen.values()), "elements that no rank has"
@@ -235,14 +305,20 @@ def run_rank(ranks: Any, options: Options, iterations: int) -> tuple[Any, ...]:
 
 
 def run_case(options: Options, layout: Layout = (1, 1, False), iterations: int = 0) -> Result:
-    """Run a case on ranks that are threads; without iterations, compute one iteration's gradients."""
+    """Run a case on ranks that are threads; without iterations, compute one iteration's
+    gradients."""
     data, tensor, splits_tokens = layout
     options = {**options, "tensor_parallel": tensor, "sequence_tensor_parallel": splits_tokens}
     return result_of(on_threads(data, tensor, run_rank, options, iterations))
 
 
 def result_of(ranks: Sequence[tuple[Any, ...]]) -> Result:
-    """Put what the ranks return together; all must agree on every bit of what they have in common."""
+    """Put what the ranks return together; all must agree on every bit of what they have in
+    common."""
     losses, norms, *shards = zip(*ranks, strict=True)
-    assert all(np.array_equal(some, of_all[0], equal_nan=True) for of_all in (losses, norms) for some in of_all)
+    assert all(
+        np.array_equal(some, of_all[0], equal_nan=True)
+        for of_all in (losses, norms)
+        for some in of_all
+    )
     return Result(losses[0], norms[0], *(joined(some) for some in shards))

@@ -1,8 +1,10 @@
-"""Ranks that are threads of this process: pipeline x data x tensor ranks without gloo, sockets or processes.
+"""Ranks that are threads of this process: pipeline x data x tensor ranks without gloo, sockets or
+processes.
 
-One rank runs at a time, until it waits for others: threads that run together fight for Python's lock, which takes five
-times as long. Collectives sum in the order of the ranks, as `Group` does on CPU, so both give the same bits. They
-are complete when they return; `engine_runs.LateGroup` makes them late.
+One rank runs at a time, until it waits for others: threads that run together fight for Python's
+lock, which takes five times as long. Collectives sum in the order of the ranks, as `Group` does on
+CPU, so both give the same bits. They are complete when they return; `engine_runs.LateGroup` makes
+them late.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ TIMEOUT_S = 20.0
 def rank_grid(world_size: int, options: DistributedConfig) -> Tensor:
     """The ranks by pipeline, data and tensor-parallel rank, (P, N, T)."""
     ranks, sizes = torch.arange(world_size), (options.pipeline_parallel, options.tensor_parallel)
-    return ranks.view(-1, *sizes).transpose(0, 1) if options.pipeline_first else ranks.view(sizes[0], -1, sizes[1])
+    return (
+        ranks.view(-1, *sizes).transpose(0, 1)
+        if options.pipeline_first
+        else ranks.view(sizes[0], -1, sizes[1])
+    )
 
 
 class AbandonedError(RuntimeError):
@@ -57,16 +63,25 @@ class Mail:
 
         def wait() -> None:
             sent = self._sent.setdefault(pair, [])
-            if not self.turn.wait_for(lambda: len(sent) > number or self.is_broken, TIMEOUT_S) or self.is_broken:
-                raise AbandonedError(f"message {number} of rank {sender} to {receiver} did not come")
-            assert tensor.shape == sent[number].shape and tensor.dtype == sent[number].dtype, (tensor, sent[number])
+            if (
+                not self.turn.wait_for(lambda: len(sent) > number or self.is_broken, TIMEOUT_S)
+                or self.is_broken
+            ):
+                raise AbandonedError(
+                    f"message {number} of rank {sender} to {receiver} did not come"
+                )
+            assert tensor.shape == sent[number].shape and tensor.dtype == sent[number].dtype, (
+                tensor,
+                sent[number],
+            )
             tensor.copy_(sent[number])
 
         return FirstWait(Works(), wait)
 
 
 class Meeting:
-    """Where the ranks of one group hand each other tensors. `turn`: its lock is held by the rank that runs."""
+    """Where the ranks of one group hand each other tensors. `turn`: its lock is held by the rank
+    that runs."""
 
     def __init__(self, world_size: int, turn: threading.Condition) -> None:
         self.turn, self._is_broken = turn, False
@@ -100,7 +115,9 @@ class ThreadGroup:
     device = torch.device("cpu")
     symmetric_memory = None
 
-    def __init__(self, rank: int, world_size: int, meeting: Meeting, mail: Mail | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, meeting: Meeting, mail: Mail | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._meeting = meeting
@@ -165,14 +182,20 @@ class ThreadRank(ThreadGroup):
         self.data = ThreadGroup(of_data, data, meetings.of_data[of_pipeline, of_tensor])
         self.tensor = ThreadGroup(of_tensor, tensor, meetings.of_tensor[of_pipeline, of_data])
         replica, place = divmod(of_data, meetings.shard)
-        self.shard = ThreadGroup(place, meetings.shard, meetings.of_shard[of_pipeline, of_tensor, replica])
+        self.shard = ThreadGroup(
+            place, meetings.shard, meetings.of_shard[of_pipeline, of_tensor, replica]
+        )
         of_replicate = meetings.of_replicate[of_pipeline, of_tensor, place]
         self.replicate = ThreadGroup(replica, data // meetings.shard, of_replicate)
-        self.pipeline = ThreadGroup(of_pipeline, pipeline, meetings.of_pipeline[of_layers], meetings.mail[of_layers])
+        self.pipeline = ThreadGroup(
+            of_pipeline, pipeline, meetings.of_pipeline[of_layers], meetings.mail[of_layers]
+        )
 
     def gather_objects(self, value: Any) -> list[Any]:
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(bytes(other.tolist())) for other in self._meeting.exchange(self.rank, data)]
+        return [
+            json.loads(bytes(other.tolist())) for other in self._meeting.exchange(self.rank, data)
+        ]
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value)[0]
@@ -197,20 +220,31 @@ class Meetings:
         turn, places = self.turn, itertools.product
         self.of_all = Meeting(pipeline * data * tensor, turn)
         self.of_layers = [Meeting(data * tensor, turn) for _ in range(pipeline)]
-        self.of_data = {place: Meeting(data, turn) for place in places(range(pipeline), range(tensor))}
-        self.of_tensor = {place: Meeting(tensor, turn) for place in places(range(pipeline), range(data))}
+        self.of_data = {
+            place: Meeting(data, turn) for place in places(range(pipeline), range(tensor))
+        }
+        self.of_tensor = {
+            place: Meeting(tensor, turn) for place in places(range(pipeline), range(data))
+        }
         self.of_shard = {
-            place: Meeting(self.shard, turn) for place in places(range(pipeline), range(tensor), range(replicas))
+            place: Meeting(self.shard, turn)
+            for place in places(range(pipeline), range(tensor), range(replicas))
         }
         self.of_replicate = {
-            place: Meeting(replicas, turn) for place in places(range(pipeline), range(tensor), range(self.shard))
+            place: Meeting(replicas, turn)
+            for place in places(range(pipeline), range(tensor), range(self.shard))
         }
         self.of_pipeline = [Meeting(pipeline, turn) for _ in range(data * tensor)]
         self.mail = [Mail(turn) for _ in range(data * tensor)]
 
     def abandon(self) -> None:
         """Wake all ranks after a failure of one, which holds the lock."""
-        of_some = (*self.of_data.values(), *self.of_tensor.values(), *self.of_pipeline, *self.of_shard.values())
+        of_some = (
+            *self.of_data.values(),
+            *self.of_tensor.values(),
+            *self.of_pipeline,
+            *self.of_shard.values(),
+        )
         of_some = (*of_some, *self.of_replicate.values())
         for meeting in (self.of_all, *self.of_layers, *of_some):
             meeting.abandon()
@@ -220,9 +254,15 @@ class Meetings:
 
 
 def on_threads(
-    data: int, tensor: int, function: Callable[..., Any], *args: Any, pipeline: int = 1, shard: int = 0
+    data: int,
+    tensor: int,
+    function: Callable[..., Any],
+    *args: Any,
+    pipeline: int = 1,
+    shard: int = 0,
 ) -> list[Any]:
-    """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank order.
+    """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank
+    order.
 
     shard: data-parallel ranks in a group of hybrid shards; 0: all.
     """

@@ -26,22 +26,39 @@ def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: str = "
     return str(prefix)
 
 
-def write_counting(prefix: Path | str, sizes: Sequence[int], dtype: str = "<i4", base: int = 0) -> str:
-    """Write a pair whose tokens count up from `base`, so that a token tells its place; return its prefix."""
-    return write_documents(prefix, np.split(np.arange(base, base + sum(sizes)), np.cumsum(sizes)[:-1]), dtype)
+def write_counting(
+    prefix: Path | str, sizes: Sequence[int], dtype: str = "<i4", base: int = 0
+) -> str:
+    """Write a pair whose tokens count up from `base`, so that a token tells its place; return its
+    prefix."""
+    return write_documents(
+        prefix, np.split(np.arange(base, base + sum(sizes)), np.cumsum(sizes)[:-1]), dtype
+    )
 
 
 def data_config(*data_path: str, **values: Any) -> Config:
-    """Return a configuration that trains on the whole of `data_path` without workers, before it is resolved."""
-    fixed: dict[str, Any] = {"data_path": data_path, "split": (1.0,), "num_workers": 0, "device": "cpu"}
+    """Return a configuration that trains on the whole of `data_path` without workers, before it is
+    resolved."""
+    fixed: dict[str, Any] = {
+        "data_path": data_path,
+        "split": (1.0,),
+        "num_workers": 0,
+        "device": "cpu",
+    }
     fixed["multiprocessing_context"] = "fork"  # starts in a tenth of the time
     return unflatten({**fixed, **values})
 
 
 def read_batches(
-    config: Config, rank: int = 0, world_size: int = 1, done: int = 0, count: int | None = None, phase: str = "training"
+    config: Config,
+    rank: int = 0,
+    world_size: int = 1,
+    done: int = 0,
+    count: int | None = None,
+    phase: str = "training",
 ) -> list[list[HostBatch]]:
-    """Read a rank's micro-batches of `count` iterations (None: all) after the first `done`, and end its workers."""
+    """Read a rank's micro-batches of `count` iterations (None: all) after the first `done`, and end
+    its workers."""
     source = open_data(config, rank, world_size)
     try:
         return list(source.batches(phase, done, count))

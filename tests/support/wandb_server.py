@@ -1,4 +1,5 @@
-"""A stand-in for the server of Weights & Biases on loopback: takes runs, alerts and history from the real client."""
+"""A stand-in for the server of Weights & Biases on loopback: takes runs, alerts and history from
+the real client."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any
 
 
 class WandbServer:
-    """Answers as much of the protocol as a run needs, until it dies. `with WandbServer() as server: ...`"""
+    """Answers as much of the protocol as a run needs, until it dies. `with WandbServer() as server:
+    ...`"""
 
     def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []  # variables of each request that creates or changes a run
+        self.runs: list[
+            dict[str, Any]
+        ] = []  # variables of each request that creates or changes a run
         self.alerts: list[str] = []
         self.history: list[dict[str, Any]] = []
         self.exit_codes: list[int] = []
@@ -69,13 +73,21 @@ class WandbServer:
         elif "mutation NotifyScriptableRunAlert" in request.get("query", ""):
             self.alerts.append(variables["title"])
         project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
-        run = {"id": "r", "name": variables.get("name") or "run", "displayName": "run", "config": "{}"}
+        run = {
+            "id": "r",
+            "name": variables.get("name") or "run",
+            "displayName": "run",
+            "config": "{}",
+        }
         return {
             "data": {
                 "viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}"},
                 "serverInfo": {"cliVersionInfo": {}, "features": []},
                 "model": {"bucket": None},
-                "upsertBucket": {"bucket": {**run, "historyLineCount": 0, "project": project}, "inserted": True},
+                "upsertBucket": {
+                    "bucket": {**run, "historyLineCount": 0, "project": project},
+                    "inserted": True,
+                },
                 "notifyScriptableRunAlert": {"success": True},
                 "createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []},
             }

@@ -1,10 +1,12 @@
-"""A `python` that has imported torch already, for tests of commands: what bash runs by that name is forked.
+"""A `python` that has imported torch already, for tests of commands: what bash runs by that name is
+forked.
 
-The interpreter's start and `import torch` take two seconds of a command. `folder()` holds a program `python` for the
-front of PATH, and a `torchrun` that starts ranks with it. This `python` hands its words, folder, environment and
-streams to a server, a fork of the harness's, and ends with the code of the process that the server forks. Words that it
-cannot serve (`-X`, `-S`, an interactive interpreter) go to the interpreter itself. A killed `python` takes what was
-forked for it along; other signals are not passed on, so a test of signals starts a real interpreter, and so does a test
+The interpreter's start and `import torch` take two seconds of a command. `folder()` holds a program
+`python` for the front of PATH, and a `torchrun` that starts ranks with it. This `python` hands its
+words, folder, environment and streams to a server, a fork of the harness's, and ends with the code
+of the process that the server forks. Words that it cannot serve (`-X`, `-S`, an interactive
+interpreter) go to the interpreter itself. A killed `python` takes what was forked for it along;
+other signals are not passed on, so a test of signals starts a real interpreter, and so does a test
 of what torch reads from the environment when imported.
 """
 
@@ -109,7 +111,8 @@ def _serve(address: str) -> None:
 
 
 def _answer(client: socket.socket) -> None:
-    """Run what one client asks for in a child; tell its exit code, or end the child if the client is gone."""
+    """Run what one client asks for in a child; tell its exit code, or end the child if the client
+    is gone."""
     header, streams, _, _ = socket.recv_fds(client, 8, 3)
     (size,) = struct.unpack("<Q", header)
     text = b""
@@ -147,8 +150,12 @@ def _become(words: list[str], place: str, environment: dict[str, str], streams: 
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", line_buffering=os.isatty(1))
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+    sys.stdout = io.TextIOWrapper(
+        open(1, "wb", closefd=False), "utf-8", line_buffering=os.isatty(1)
+    )
+    sys.stderr = io.TextIOWrapper(
+        open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True
+    )
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", THREADS)))

@@ -1,4 +1,5 @@
-"""Gradients and weights of whole parameters, put into and read from the shards of an engine's ranks."""
+"""Gradients and weights of whole parameters, put into and read from the shards of an engine's
+ranks."""
 
 import functools
 
@@ -14,7 +15,8 @@ Weights = dict[str, np.ndarray]  # name -> all elements
 
 
 def gradient(spec: ParameterSpec, step: int) -> Tensor:
-    """Return a gradient (numel,) of the full parameter, the same on every rank and in every layout."""
+    """Return a gradient (numel,) of the full parameter, the same on every rank and in every
+    layout."""
     generator = torch.Generator().manual_seed(derive_seed(7, spec.name, step))
     return torch.randn(spec.numel, generator=generator)
 
@@ -33,7 +35,8 @@ def fill_gradients(engine: Engine, step: int, scale: float = 1.0) -> None:
 
 
 def masters(engine: Engine, kind: str = "weights") -> Weights:
-    """Return the full parameters with the fp32 elements of this rank, and NaN elsewhere; of a kind of `FlatShard`."""
+    """Return the full parameters with the fp32 elements of this rank, and NaN elsewhere; of a kind
+    of `FlatShard`."""
     found, rank = {}, engine.ranks.data.rank
     for _, part in engine.model.parts():
         if kind not in part.kinds():
@@ -51,4 +54,7 @@ def masters(engine: Engine, kind: str = "weights") -> Weights:
 
 def together(of_ranks: list[Weights]) -> Weights:
     """Return the full parameters from the elements of all ranks."""
-    return {name: functools.reduce(np.fmax, (weights[name] for weights in of_ranks)) for name in of_ranks[0]}
+    return {
+        name: functools.reduce(np.fmax, (weights[name] for weights in of_ranks))
+        for name in of_ranks[0]
+    }

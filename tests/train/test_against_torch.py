@@ -1,4 +1,5 @@
-"""Training equals an independent loop of torch.nn, autograd, torch.optim.AdamW and clip_grad_norm_ on the same data."""
+"""Training equals an independent loop of torch.nn, autograd, torch.optim.AdamW and clip_grad_norm_
+on the same data."""
 
 from typing import Any
 
@@ -6,7 +7,14 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.open_data import open_data
-from tests.support.harness import LLAMA, ROTARY_GATED, run_distributed, tiny_config, train_several, train_tiny
+from tests.support.harness import (
+    LLAMA,
+    ROTARY_GATED,
+    run_distributed,
+    tiny_config,
+    train_several,
+    train_tiny,
+)
 from tests.support.plain_gpt import PlainGPT, plain_adamw
 
 ITERATIONS = 20
@@ -14,7 +22,13 @@ ITERATIONS = 20
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
-    "mistral": {**ROTARY_GATED, "head_groups": 1, "window_size": 5, "kv_channels": 12, "tie_word_embeddings": True},
+    "mistral": {
+        **ROTARY_GATED,
+        "head_groups": 1,
+        "window_size": 5,
+        "kv_channels": 12,
+        "tie_word_embeddings": True,
+    },
     "qwen2": {
         **ROTARY_GATED,
         "add_qkv_biases": True,
@@ -22,8 +36,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "logit_soft_cap": 5.0,
         "make_vocab_size_divisible_by": 100,
     },
-    "starcoder2": {"use_rotary_embeddings": True, "head_groups": 2, "window_size": 7, "random_bias_init": True},
-    "relu_squared": {"activation_type": "squared_relu", "layer_norm_init_range": 0.2, "gated": True},
+    "starcoder2": {
+        "use_rotary_embeddings": True,
+        "head_groups": 2,
+        "window_size": 7,
+        "random_bias_init": True,
+    },
+    "relu_squared": {
+        "activation_type": "squared_relu",
+        "layer_norm_init_range": 0.2,
+        "gated": True,
+    },
     "every norm": {
         "qk_layernorm": True,
         "hybrid_norm": True,
@@ -62,12 +85,15 @@ def plain_loop(
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """Return losses and final weights of the oracle from the given initial weights.
 
-    `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away altogether.
+    `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away
+    altogether.
     """
     config = tiny_config(**options)
     model = PlainGPT(config.model)
     model.load(initial)
-    update = plain_adamw(model, config.optimizer, {name: scale_of(name, scales or {}) for name in initial})
+    update = plain_adamw(
+        model, config.optimizer, {name: scale_of(name, scales or {}) for name in initial}
+    )
     losses = []
     batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
     for iteration, ((tokens, *_),) in enumerate(batches, start=1):
@@ -82,7 +108,8 @@ def scale_of(name: str, scales: dict[str, float]) -> float:
 
 
 def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
-    """Learning rate 1e-3 after a linear warmup that starts at lr / warmup; then constant, or cosine to min_lr."""
+    """Learning rate 1e-3 after a linear warmup that starts at lr / warmup; then constant, or cosine
+    to min_lr."""
     warmup = options.get("lr_warmup", 10)
     if iteration <= warmup:
         return 1e-3 * iteration / warmup
@@ -100,14 +127,18 @@ TWO_RANKS = ("llama", "every norm")
     ("architecture", "layout"),
     [
         pytest.param(
-            name, layout, id=f"{name}, {words}", marks=[pytest.mark.slow] * ((layout[0] == 2) != (name in TWO_RANKS))
+            name,
+            layout,
+            id=f"{name}, {words}",
+            marks=[pytest.mark.slow] * ((layout[0] == 2) != (name in TWO_RANKS)),
         )
         for name in ARCHITECTURES
         for layout, words in {(2, 3): "two ranks, ZeRO 3", (1, 1): "one rank"}.items()
     ],
 )
 def test_training_equals_plain_torch(architecture: str, layout: tuple[int, int]) -> None:
-    """Losses agree to 1e-6 relative, weights to 1e-5 absolute, except key biases: their exact gradient is zero."""
+    """Losses agree to 1e-6 relative, weights to 1e-5 absolute, except key biases: their exact
+    gradient is zero."""
     ranks, zero_stage = layout
     schedule = "cosine" if architecture == "llama" else "constant"
     options = {**ARCHITECTURES[architecture], **SCHEDULES[schedule], "zero_stage": zero_stage}
@@ -136,7 +167,8 @@ def test_clipping_is_active_in_these_runs() -> None:
 
 @pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
-    """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal at every level."""
+    """Losses, gradient norms and weights of 2 ranks with ZeRO 3, dropout and accumulation are equal
+    at every level."""
     options = {
         **ARCHITECTURES[architecture],
         "zero_stage": 3,
@@ -144,7 +176,14 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         "micro_batch_size": 1,
         "lr_warmup": 2,
     }
-    levels = ("none", "activation", "full", "activation,full:1", "full,none:1", "none,full:1,activation:1")
+    levels = (
+        "none",
+        "activation",
+        "full",
+        "activation,full:1",
+        "full,none:1",
+        "none,full:1,activation:1",
+    )
     runs = [{**options, "mlp_recompute_level": level} for level in levels]
     plain, *others = run_distributed(2, train_several, runs, 4)[0]
     for recomputed in others:
@@ -181,7 +220,12 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
 @pytest.mark.parametrize(
     ("part", "layout"),
     [
-        pytest.param(part, layout, id=f"{part}, {words}", marks=[pytest.mark.slow] * ((place < 2) == (layout[0] == 1)))
+        pytest.param(
+            part,
+            layout,
+            id=f"{part}, {words}",
+            marks=[pytest.mark.slow] * ((place < 2) == (layout[0] == 1)),
+        )
         for place, part in enumerate(PARTS)
         for layout, words in {(2, 3): "two ranks, ZeRO 3", (1, 1): "one rank"}.items()
     ],

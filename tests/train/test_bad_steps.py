@@ -1,5 +1,6 @@
-"""Bad steps, end to end: a spike or a NaN on one of two ranks is dropped on both without a trace, a resumed run decides
-as the one that was never stopped, and a run that has to stop because of one publishes nothing after it.
+"""Bad steps, end to end: a spike or a NaN on one of two ranks is dropped on both without a trace, a
+resumed run decides as the one that was never stopped, and a run that has to stop because of one
+publishes nothing after it.
 
 The training loop is the program's; what goes wrong is put in between the model and the optimizer.
 """
@@ -55,7 +56,8 @@ class Story:
 
 
 def start(distributed: Distributed, options: dict[str, Any], faults: dict[int, Fault]) -> Story:
-    """Start the program without its command line: build, resume, train. Run this by `run_distributed`."""
+    """Start the program without its command line: build, resume, train. Run this by
+    `run_distributed`."""
     config, story = tiny_config(distributed.world_size, **options), Story()
     run = start_run(distributed, config)
     inject(run, faults, story)
@@ -75,7 +77,8 @@ def state(run: Run) -> str:
 
 
 def everything(run: Run) -> Any:
-    """State that a dropped update must not change: shards, the count of updates, and the rule's state."""
+    """State that a dropped update must not change: shards, the count of updates, and the rule's
+    state."""
     counters = run.optimizer.state()
     return state(run), counters["updates"], counters["rule"]
 
@@ -91,7 +94,10 @@ def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
         if fault is None or fault.rank != rank:
             return forward_backward(micro_batches)
         run.stop.signal = run.stop.signal or fault.signal
-        scaled = [dataclasses.replace(one, gradient_scale=one.gradient_scale * fault.gradient) for one in micro_batches]
+        scaled = [
+            dataclasses.replace(one, gradient_scale=one.gradient_scale * fault.gradient)
+            for one in micro_batches
+        ]
         return forward_backward(scaled) * fault.loss
 
     def observed_step(*args: Any) -> Any:
@@ -111,7 +117,17 @@ def inject(run: Run, faults: dict[int, Fault], story: Story) -> None:
 
 def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
     """Records of metrics.jsonl after an iteration, without times."""
-    timing = ("_ms", "_s", "_seconds", "tflops", "mfu", "time", "run", "tokens_per_sec", "tokens_per_sec_per_gpu")
+    timing = (
+        "_ms",
+        "_s",
+        "_seconds",
+        "tflops",
+        "mfu",
+        "time",
+        "run",
+        "tokens_per_sec",
+        "tokens_per_sec_per_gpu",
+    )
     return [
         {name: value for name, value in record.items() if not name.endswith(timing)}
         for record in read_metrics(experiment / "metrics.jsonl")
@@ -119,7 +135,11 @@ def lines(experiment: Path, after: int) -> list[dict[str, Any]]:
     ]
 
 
-SKIPPING: dict[str, Any] = {"skip_bad_steps": True, "skip_bad_steps_window": 8, "skip_bad_steps_sigma": 6.0}
+SKIPPING: dict[str, Any] = {
+    "skip_bad_steps": True,
+    "skip_bad_steps_window": 8,
+    "skip_bad_steps_sigma": 6.0,
+}
 FAULTS = {
     9: Fault(1, gradient=30.0),
     12: Fault(0, gradient=NAN),
@@ -138,11 +158,18 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if i == 2 else [pytest.mark.slow]) for i, form in enumerate(FORMS)]
+    "form",
+    [
+        pytest.param(form, marks=[] if i == 2 else [pytest.mark.slow])
+        for i, form in enumerate(FORMS)
+    ],
 )
-def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: Path, form: str) -> None:
-    """Spikes, NaN and infinities of one rank's gradient or loss change no bit of any rank's weights and moments; the
-    run goes on; from its checkpoints it takes the same decisions, writes the same lines and ends the same."""
+def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(
+    tmp_path: Path, form: str
+) -> None:
+    """Spikes, NaN and infinities of one rank's gradient or loss change no bit of any rank's weights
+    and moments; the run goes on; from its checkpoints it takes the same decisions, writes the same
+    lines and ends the same."""
     own, resumed_from = FORMS[form]
     options = {**SKIPPING, **own, "train_iters": 26, "checkpoint_interval": 2, "log_interval": 5}
     reference = tmp_path / "reference"
@@ -157,10 +184,17 @@ def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: P
         assert whole[0].optimizer["loss_scale"] == expected
     for checkpoint in resumed_from:
         experiment = tmp_path / str(checkpoint)
-        shutil.copytree(reference / "checkpoints" / str(checkpoint), experiment / "checkpoints" / str(checkpoint))
-        again = run_distributed(RANKS, start, {**options, "experiment_dir": str(experiment)}, FAULTS)
+        shutil.copytree(
+            reference / "checkpoints" / str(checkpoint),
+            experiment / "checkpoints" / str(checkpoint),
+        )
+        again = run_distributed(
+            RANKS, start, {**options, "experiment_dir": str(experiment)}, FAULTS
+        )
         for story, other in zip(again, whole, strict=True):
-            assert story.dropped == [iteration for iteration in other.dropped if iteration > checkpoint]
+            assert story.dropped == [
+                iteration for iteration in other.dropped if iteration > checkpoint
+            ]
             assert (story.state, story.optimizer) == (other.state, other.optimizer)
         assert lines(experiment, checkpoint) == lines(reference, checkpoint)
 
@@ -169,45 +203,78 @@ def test_bad_steps_are_dropped_on_all_ranks_and_again_after_a_resume(tmp_path: P
     "optimizer", ["muon", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("lion", "sgd"))]
 )
 def test_every_optimizer_drops_them(optimizer: str) -> None:
-    """The other rules drop bad steps without a trace too, including Muon's products of full matrices."""
+    """The other rules drop bad steps without a trace too, including Muon's products of full
+    matrices."""
     options = {**SKIPPING, "zero_stage": 3, "optimizer": optimizer, "train_iters": 16}
     for story in run_distributed(RANKS, start, options, FAULTS):
         assert story.code == 0 and story.changed == dict.fromkeys([9, 12, 13, 14, 15], False)
 
 
 def test_the_log_names_what_was_dropped(tmp_path: Path) -> None:
-    """Each line counts dropped steps and names the last one since the previous line, with one warning."""
+    """Each line counts dropped steps and names the last one since the previous line, with one
+    warning."""
     options = {**SKIPPING, "train_iters": 20, "log_interval": 5, "experiment_dir": str(tmp_path)}
-    run_distributed(1, start, options, {9: Fault(0, gradient=30.0), 12: Fault(0, gradient=NAN), 15: Fault(0, loss=9.0)})
+    run_distributed(
+        1,
+        start,
+        options,
+        {9: Fault(0, gradient=30.0), 12: Fault(0, gradient=NAN), 15: Fault(0, loss=9.0)},
+    )
     records = {record["iteration"]: record for record in lines(tmp_path, 0)}
-    counts = {iteration: (record["skipped_iters"], record["nan_iters"]) for iteration, record in records.items()}
+    counts = {
+        iteration: (record["skipped_iters"], record["nan_iters"])
+        for iteration, record in records.items()
+    }
     assert counts == {1: (0, 0), 6: (0, 0), 11: (1, 0), 16: (3, 1), 20: (3, 1)}
-    reasons = {iteration: record["skip_reason"] for iteration, record in records.items() if "skip_reason" in record}
-    assert re.fullmatch(r"iteration 9: gradient norm [\d.]+ above [\d.]+ \(mean \+ 6 sd\)", reasons.pop(11))
-    spike = re.fullmatch(r"iteration 15: loss ([\d.]+) above ([\d.]+) \(mean \+ 6 sd\)", reasons[16])
+    reasons = {
+        iteration: record["skip_reason"]
+        for iteration, record in records.items()
+        if "skip_reason" in record
+    }
+    assert re.fullmatch(
+        r"iteration 9: gradient norm [\d.]+ above [\d.]+ \(mean \+ 6 sd\)", reasons.pop(11)
+    )
+    spike = re.fullmatch(
+        r"iteration 15: loss ([\d.]+) above ([\d.]+) \(mean \+ 6 sd\)", reasons[16]
+    )
     usual = records[11]["loss"]
     assert spike and usual < float(spike[2]) < 2 * usual, "per token, as in the log"
     assert float(spike[1]) == pytest.approx(9 * usual, rel=0.2)
     log = (tmp_path / "runs" / "0" / "logs" / "logs_rank_000.txt").read_text("utf-8")
     warnings = [line for line in log.splitlines() if "dropped since" in line]
-    assert len(warnings) == 2 and warnings[1].endswith(f"since the last line: 2; the last, {reasons.pop(16)}")
+    assert len(warnings) == 2 and warnings[1].endswith(
+        f"since the last line: 2; the last, {reasons.pop(16)}"
+    )
     assert not reasons
     assert records[16]["loss"] < 5.0, "the loss of dropped updates is not in the mean"
 
 
 def test_other_ranks_resume_the_same_history(tmp_path: Path) -> None:
-    """The statistics of usual steps do not depend on the ranks: one rank resumes two ranks' run and decides alike."""
-    options = {**SKIPPING, "train_iters": 12, "checkpoint_interval": 8, "experiment_dir": str(tmp_path)}
+    """The statistics of usual steps do not depend on the ranks: one rank resumes two ranks' run and
+    decides alike."""
+    options = {
+        **SKIPPING,
+        "train_iters": 12,
+        "checkpoint_interval": 8,
+        "experiment_dir": str(tmp_path),
+    }
     faults = {3: Fault(0, gradient=NAN), 6: Fault(1, gradient=2.0)}
-    saved = run_distributed(RANKS, start, {**options, "stop_interval": 8}, faults)[0].optimizer["guard"]
-    (alone,) = run_distributed(1, start, {**options, "zero_stage": 3}, {11: Fault(0, gradient=30.0)})
+    saved = run_distributed(RANKS, start, {**options, "stop_interval": 8}, faults)[0].optimizer[
+        "guard"
+    ]
+    (alone,) = run_distributed(
+        1, start, {**options, "zero_stage": 3}, {11: Fault(0, gradient=30.0)}
+    )
     assert len(saved["usual"]) == 7 and alone.dropped == [11]
     guard = alone.optimizer["guard"]
-    assert guard["usual"][:4] == saved["usual"][-4:], "the newest four are still in the window of eight"
+    assert guard["usual"][:4] == saved["usual"][-4:], (
+        "the newest four are still in the window of eight"
+    )
     assert (saved["dropped"]["skipped"], guard["dropped"]["skipped"]) == (2, 3)
 
 
-# -- stopping --------------------------------------------------------------------------------------------------------
+# -- stopping
+# --------------------------------------------------------------------------------------------------------
 
 ABORT: dict[str, Any] = {**SKIPPING, "on_bad_step": "abort", "log_interval": 50}
 STOPPED_BY: dict[str, tuple[dict[str, Any], int]] = {
@@ -226,33 +293,51 @@ STOPPED_BY: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(what, marks=[pytest.mark.slow] * (what in ("export", "signal, nowhere to save")))
+        pytest.param(
+            what, marks=[pytest.mark.slow] * (what in ("export", "signal, nowhere to save"))
+        )
         for what in STOPPED_BY
     ],
 )
 def test_nothing_is_published_after_a_step_that_stops_the_run(tmp_path: Path, what: str) -> None:
-    """The update is dropped at once; whatever comes first of a line, a save, an export, a validation or a stop ends the
-    run with exit code 5, and everything that was published is from before."""
+    """The update is dropped at once; whatever comes first of a line, a save, an export, a
+    validation or a stop ends the run with exit code 5, and everything that was published is from
+    before."""
     options, number = STOPPED_BY[what]
     options = {**ABORT, "train_iters": 30, "experiment_dir": str(tmp_path), **options}
     (story,) = run_distributed(1, start, options, {14: Fault(0, gradient=30.0, signal=number)})
     assert story.code == 5 and story.changed == {14: False}
-    assert re.match(r"stopped by --on_bad_step=abort: iteration 14: gradient norm .* sd\)\. ", story.message)
-    published = [int(path.name) for path in (*tmp_path.glob("checkpoints/*"), *tmp_path.glob("export/*"))]
-    assert sorted(published) == ([5, 10] if what in ("checkpoint", "export", "resumable export") else [])
+    assert re.match(
+        r"stopped by --on_bad_step=abort: iteration 14: gradient norm .* sd\)\. ", story.message
+    )
+    published = [
+        int(path.name) for path in (*tmp_path.glob("checkpoints/*"), *tmp_path.glob("export/*"))
+    ]
+    assert sorted(published) == (
+        [5, 10] if what in ("checkpoint", "export", "resumable export") else []
+    )
     if what == "validation":
-        assert [line["iteration"] for line in lines(tmp_path, 0) if line["phase"] == "validation"] == [5, 10]
+        assert [
+            line["iteration"] for line in lines(tmp_path, 0) if line["phase"] == "validation"
+        ] == [5, 10]
 
 
 @pytest.mark.parametrize("stopped_at", [pytest.param(None, marks=pytest.mark.slow), 8])
 def test_a_streak_of_bad_steps_ends_the_run(tmp_path: Path, stopped_at: int | None) -> None:
-    """Six dropped updates in a row: the next save is refused on both ranks, at the same iteration and with the same
-    words if the run was stopped and resumed amid them."""
-    options = {"max_consecutive_bad_steps": 6, "checkpoint_interval": 4, "log_interval": 50, "train_iters": 30}
+    """Six dropped updates in a row: the next save is refused on both ranks, at the same iteration
+    and with the same words if the run was stopped and resumed amid them."""
+    options = {
+        "max_consecutive_bad_steps": 6,
+        "checkpoint_interval": 4,
+        "log_interval": 50,
+        "train_iters": 30,
+    }
     options |= {"experiment_dir": str(tmp_path)}
     faults = {iteration: Fault(iteration % 2, gradient=NAN) for iteration in range(6, 30)}
     if stopped_at is not None:
-        for story in run_distributed(RANKS, start, {**options, "stop_interval": stopped_at}, faults):
+        for story in run_distributed(
+            RANKS, start, {**options, "stop_interval": stopped_at}, faults
+        ):
             assert story.code == 0 and story.optimizer["guard"]["dropped"]["bad"] == 3
     for story in run_distributed(RANKS, start, options, faults):
         assert (story.code, story.dropped[-1]) == (5, 12)
@@ -263,9 +348,14 @@ def test_a_streak_of_bad_steps_ends_the_run(tmp_path: Path, stopped_at: int | No
 
 
 def test_a_save_after_dropped_updates_deletes_no_older_checkpoint(tmp_path: Path) -> None:
-    """A streak of bad steps pushes out none of the checkpoints from before it; the next good update tidies up, but for
-    those from which the first three bad steps, 7 to 9, can be repeated."""
-    options = {"max_checkpoints": 2, "checkpoint_interval": 2, "experiment_dir": str(tmp_path), "train_iters": 24}
+    """A streak of bad steps pushes out none of the checkpoints from before it; the next good update
+    tidies up, but for those from which the first three bad steps, 7 to 9, can be repeated."""
+    options = {
+        "max_checkpoints": 2,
+        "checkpoint_interval": 2,
+        "experiment_dir": str(tmp_path),
+        "train_iters": 24,
+    }
     kept = {}
     for stop in (6, 14, 16):
         faults = {iteration: Fault(0, loss=NAN) for iteration in range(7, 15)}
@@ -276,12 +366,21 @@ def test_a_save_after_dropped_updates_deletes_no_older_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "dropped, words", [pytest.param(1, "the last update was", marks=pytest.mark.slow), (3, "the last 3 updates were")]
+    "dropped, words",
+    [
+        pytest.param(1, "the last update was", marks=pytest.mark.slow),
+        (3, "the last 3 updates were"),
+    ],
 )
-def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(tmp_path: Path, dropped: int, words: str) -> None:
-    """On the console, in the log file and in exit.json, with the reason and the iteration of the weights it saved."""
+def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(
+    tmp_path: Path, dropped: int, words: str
+) -> None:
+    """On the console, in the log file and in exit.json, with the reason and the iteration of the
+    weights it saved."""
     options = {"train_iters": 12, "experiment_dir": str(tmp_path)}
-    (story,) = run_distributed(1, start, options, {12 - back: Fault(0, loss=NAN) for back in range(dropped)})
+    (story,) = run_distributed(
+        1, start, options, {12 - back: Fault(0, loss=NAN) for back in range(dropped)}
+    )
     assert (story.code, story.message) == (
         0,
         f"training complete: 12 iterations, but {words} dropped (iteration 12: loss nan): the weights are those of "
@@ -292,9 +391,14 @@ def test_a_run_that_drops_its_last_updates_says_so_in_its_last_line(tmp_path: Pa
 
 
 def test_the_search_of_a_loss_scale_stops_no_run() -> None:
-    """Overflows in fp16, on one rank alone too, are dropped on both; with every flag that stops a run it goes on. A
-    loss that is not finite is no overflow."""
-    stopping = {"on_bad_step": "abort", "crash_on_nan": True, "crash_on_inf": True, "train_iters": 18}
+    """Overflows in fp16, on one rank alone too, are dropped on both; with every flag that stops a
+    run it goes on. A loss that is not finite is no overflow."""
+    stopping = {
+        "on_bad_step": "abort",
+        "crash_on_nan": True,
+        "crash_on_inf": True,
+        "train_iters": 18,
+    }
     options = {**stopping, "training_dtype": "fp16", "initial_loss_scale": 2.0**22}
     for story in run_distributed(RANKS, start, options, {14: Fault(1, gradient=INF)}):
         assert story.code == 0 and 1 in story.dropped and story.dropped[-1] == 14
@@ -303,7 +407,10 @@ def test_the_search_of_a_loss_scale_stops_no_run() -> None:
     short = {"train_iters": 3, "training_dtype": "fp16", "initial_loss_scale": 2.0**40}
     (story,) = run_distributed(1, start, short, {})
     assert story.code == 0 and story.dropped == [1, 2, 3]
-    assert "the last 3 updates were dropped" in story.message and "the weights are those that it" in story.message
+    assert (
+        "the last 3 updates were dropped" in story.message
+        and "the weights are those that it" in story.message
+    )
     for story in run_distributed(RANKS, start, options, {14: Fault(1, loss=INF)}):
         assert story.code == 5 and "iteration 14: loss inf. " in story.message
 
@@ -320,12 +427,15 @@ DIVERGED = {
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param(flags, marks=[pytest.mark.slow] * (i == 1)) for i, flags in enumerate(DIVERGED)]
+    "flags",
+    [pytest.param(flags, marks=[pytest.mark.slow] * (i == 1)) for i, flags in enumerate(DIVERGED)],
 )
 def test_a_diverged_run_fails(tmp_path: Path, flags: str) -> None:
-    """A learning rate that breaks a run, from the command line: exit code 5 with cause and fix, once for two ranks and
-    in exit.json; never "complete", no checkpoint."""
-    outcome = start_program([*TINY, f"--experiment_dir={tmp_path}", "--lr=1e30", *flags.split()], RANKS)
+    """A learning rate that breaks a run, from the command line: exit code 5 with cause and fix,
+    once for two ranks and in exit.json; never "complete", no checkpoint."""
+    outcome = start_program(
+        [*TINY, f"--experiment_dir={tmp_path}", "--lr=1e30", *flags.split()], RANKS
+    )
     assert outcome.codes == [5, 5], outcome.output
     (error,) = outcome.error_lines()
     assert error.startswith("ERROR: ") and re.search(DIVERGED[flags], error), error

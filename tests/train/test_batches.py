@@ -1,4 +1,5 @@
-"""Batches that change size, do not divide evenly, or are averaged differently, against plain torch and bit for bit."""
+"""Batches that change size, do not divide evenly, or are averaged differently, against plain torch
+and bit for bit."""
 
 import re
 from pathlib import Path
@@ -34,9 +35,9 @@ from tests.support.results import weights
 from tests.support.token_files import write_documents
 
 SIZES = [3, 3, 8, 8, 8, 5, 5]  # of the iterations of "0:3 2:8 5:5"
-UNEVEN: dict[str, Any] = dict(batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2) | dict(
-    allow_nondivisible_batch_size=True, lr_warmup=2
-)
+UNEVEN: dict[str, Any] = dict(
+    batch_size=None, batch_size_schedule=("0:3", "2:8", "5:5"), micro_batch_size=2
+) | dict(allow_nondivisible_batch_size=True, lr_warmup=2)
 
 
 def one_by_one(count: int, phase: str = "training", **options: Any) -> Tensor:
@@ -49,12 +50,20 @@ def one_by_one(count: int, phase: str = "training", **options: Any) -> Tensor:
 def token_losses(model: PlainGPT, samples: Tensor, z_loss: float) -> Tensor:
     """Return cross-entropy and z-loss per token, (tokens,)."""
     logits, labels = model(samples[:, :-1]).flatten(0, 1).float(), samples[:, 1:].flatten()
-    return functional.cross_entropy(logits, labels, reduction="none") + z_loss * logits.logsumexp(-1).square()
+    return (
+        functional.cross_entropy(logits, labels, reduction="none")
+        + z_loss * logits.logsumexp(-1).square()
+    )
 
 
-def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together: int) -> Trajectory:
-    """Train plain torch on exactly the samples of each batch; `together` samples form a micro-step and share a mean."""
-    config = tiny_config(**{**options, "micro_batch_size": 1, "allow_nondivisible_batch_size": False})
+def plain_loop(
+    options: dict[str, Any], initial: dict[str, np.ndarray], together: int
+) -> Trajectory:
+    """Train plain torch on exactly the samples of each batch; `together` samples form a micro-step
+    and share a mean."""
+    config = tiny_config(
+        **{**options, "micro_batch_size": 1, "allow_nondivisible_batch_size": False}
+    )
     model = PlainGPT(config.model)
     model.load(initial)
     update = plain_adamw(model, config.optimizer)
@@ -62,7 +71,10 @@ def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together
     losses = []
     norms = []
     for iteration, batch in enumerate(samples.split(SIZES), start=1):
-        means = [token_losses(model, part, config.training.logit_z_loss).mean() for part in batch.split(together)]
+        means = [
+            token_losses(model, part, config.training.logit_z_loss).mean()
+            for part in batch.split(together)
+        ]
         loss = torch.stack(means).mean()
         norms.append(update(loss, 1e-3 * min(iteration, 2) / 2))
         losses.append(loss.item())
@@ -73,8 +85,8 @@ def plain_loop(options: dict[str, Any], initial: dict[str, np.ndarray], together
 @pytest.mark.parametrize("loss_reduction", ["token", "micro_mean"])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str) -> None:
-    """Losses to 1e-6 and weights to 1e-5 of a loop on the real samples alone, with a z-loss; the two ways of averaging
-    are told apart.
+    """Losses to 1e-6 and weights to 1e-5 of a loop on the real samples alone, with a z-loss; the
+    two ways of averaging are told apart.
     """
     options = {**UNEVEN, "zero_stage": 3, "loss_reduction": loss_reduction, "logit_z_loss": 0.02}
     ours = run_distributed(ranks, train_tiny, options, len(SIZES))[0]
@@ -85,7 +97,9 @@ def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str)
     for name, weight in plain.weights.items():
         if not name.endswith("query_key_value.bias"):  # key biases: their exact gradient is zero
             np.testing.assert_allclose(ours.weights[name], weight, rtol=0, atol=1e-5, err_msg=name)
-    other = plain_loop(options, ours.initial, max(SIZES) if loss_reduction == "micro_mean" else 2 * ranks)
+    other = plain_loop(
+        options, ours.initial, max(SIZES) if loss_reduction == "micro_mean" else 2 * ranks
+    )
     assert np.abs(np.subtract(other.losses, plain.losses)).max() > 1e-3
 
 
@@ -94,19 +108,38 @@ def test_uneven_batches_train_as_in_plain_torch(ranks: int, loss_reduction: str)
     [
         # One round of micro-batches in every iteration, more or less full: no bit differs.
         pytest.param(
-            dict(batch_size_schedule=("0:3", "1:4", "3:1"), micro_batch_size=2), (1, 2, 3), marks=pytest.mark.slow
+            dict(batch_size_schedule=("0:3", "1:4", "3:1"), micro_batch_size=2),
+            (1, 2, 3),
+            marks=pytest.mark.slow,
         ),
-        (dict(batch_size_schedule=("0:6", "2:8"), micro_batch_size=2, breadth_first_micro_batches=2), (1, 2, 3)),
+        (
+            dict(
+                batch_size_schedule=("0:6", "2:8"),
+                micro_batch_size=2,
+                breadth_first_micro_batches=2,
+            ),
+            (1, 2, 3),
+        ),
         # Several: their gradients are added up in buffers (ZeRO 1) or in shards (ZeRO 2 and 3).
         pytest.param(
-            dict(batch_size_schedule=("0:4", "2:12", "3:7"), micro_batch_size=2), (2, 3), marks=pytest.mark.slow
+            dict(batch_size_schedule=("0:4", "2:12", "3:7"), micro_batch_size=2),
+            (2, 3),
+            marks=pytest.mark.slow,
         ),
-        (dict(batch_size_schedule=("0:4", "2:11"), micro_batch_size=1, breadth_first_micro_batches=2), (2, 3)),
+        (
+            dict(
+                batch_size_schedule=("0:4", "2:11"),
+                micro_batch_size=1,
+                breadth_first_micro_batches=2,
+            ),
+            (2, 3),
+        ),
     ],
     ids=str,
 )
 def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[int, ...]) -> None:
-    """On 2 ranks in bf16, losses, norms and weights are bit-identical where gradients sum alike, else close."""
+    """On 2 ranks in bf16, losses, norms and weights are bit-identical where gradients sum alike,
+    else close."""
     stages = [{**UNEVEN, "num_layers": 3, **options, "zero_stage": stage} for stage in (1, 2, 3)]
     runs = run_distributed(2, train_several, stages, 5)[0]
     first = runs[same[0] - 1]
@@ -119,23 +152,31 @@ def test_zero_stages_agree_on_a_schedule(options: dict[str, Any], same: tuple[in
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_padding_masks_labels_and_leaves_tokens_alone(rows: int) -> None:
-    """A single row too, whose labels could share the tokens' memory: an embedding has no entry -1."""
+    """A single row too, whose labels could share the tokens' memory: an embedding has no entry
+    -1."""
     tokens = torch.arange(rows * 5).view(rows, 5)
-    found = micro_batch(HostBatch(tokens.clone(), rows - 1, padding=1), torch.device("cpu"), None, None)
+    found = micro_batch(
+        HostBatch(tokens.clone(), rows - 1, padding=1), torch.device("cpu"), None, None
+    )
     assert torch.equal(found.tokens, tokens[:, :-1])
-    assert torch.equal(found.labels[:-1], tokens[:-1, 1:]) and set(found.labels[-1].tolist()) == {MASKED}
+    assert torch.equal(found.labels[:-1], tokens[:-1, 1:]) and set(found.labels[-1].tolist()) == {
+        MASKED
+    }
 
 
 def training_lines(experiment: Path) -> list[dict[str, Any]]:
     keys = ("iteration", "loss", "grad_norm", "batch_size", "consumed_samples", "consumed_tokens")
     lines = {
-        line["iteration"]: line for line in read_metrics(experiment / "metrics.jsonl") if line["phase"] == "training"
+        line["iteration"]: line
+        for line in read_metrics(experiment / "metrics.jsonl")
+        if line["phase"] == "training"
     }
     return [{key: line[key] for key in keys} for line in lines.values()]
 
 
 def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    """Stopping before, at and after a change of the batch size, inside log windows, changes neither log nor bits.
+    """Stopping before, at and after a change of the batch size, inside log windows, changes neither
+    log nor bits.
 
     A log line has the mean over all tokens of its steps, and the counts of the schedule.
     """
@@ -168,8 +209,8 @@ def test_a_run_with_a_schedule_resumes_as_if_it_had_not_stopped(tmp_path: Path) 
 
 
 def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
-    """The schedule that is given decides about the data; what that repeats or leaves out is said, with the fix, and the
-    fix works."""
+    """The schedule that is given decides about the data; what that repeats or leaves out is said,
+    with the fix, and the fix works."""
     flags = [*TINY, f"--experiment_dir={tmp_path}"]
     succeed([*flags, "--batch_size=4", "--train_iters=3"], 1)
     outcome = run([*flags, "--batch_size=8", "--train_iters=4"], 1)
@@ -184,7 +225,9 @@ def test_another_schedule_on_resume_is_said(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "checkpoints" / "04")
     assert (
         "samples are"
-        not in succeed([*flags, "--batch_size=none", fix, "--micro_batch_size=4", "--train_iters=4"], 1).output
+        not in succeed(
+            [*flags, "--batch_size=none", fix, "--micro_batch_size=4", "--train_iters=4"], 1
+        ).output
     )
     assert training_lines(tmp_path)[-1]["consumed_samples"] == 20
 
@@ -199,8 +242,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_path: Path) -> None:
-    """The loss at iteration 0 is plain torch's over every sample of an epoch, without z-loss, whatever the batches; it
-    comes before the first iteration, and not again on resume.
+    """The loss at iteration 0 is plain torch's over every sample of an epoch, without z-loss,
+    whatever the batches; it comes before the first iteration, and not again on resume.
     """
     files = dict(dataset_source="list", data_path=(corpus,), split=(1.0, 3.0), seed=1)
     samples = one_by_one(23, "validation", **files)
@@ -223,29 +266,53 @@ def test_the_whole_validation_split_counts_once(ranks: int, corpus: str, tmp_pat
     ]
     for iterations in (2, 3):
         outcome = succeed([*flags, f"--train_iters={iterations}"], ranks)
-    assert re.search(r"validation data \.+ 23 samples out of 370 tokens: each sample once\n", outcome.output)
-    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["phase"] == "validation"]
+    assert re.search(
+        r"validation data \.+ 23 samples out of 370 tokens: each sample once\n", outcome.output
+    )
+    lines = [
+        line for line in read_metrics(tmp_path / "metrics.jsonl") if line["phase"] == "validation"
+    ]
     assert [line["iteration"] for line in lines] == [0, 2, 3]
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_each_data_set_is_validated_by_itself(corpus: str, tmp_path: Path) -> None:
-    """Over the whole validation data, the losses of the data sets add up to the loss of the blend, in every output."""
+    """Over the whole validation data, the losses of the data sets add up to the loss of the blend,
+    in every output."""
     other = tmp_path / "other"
     write_documents(other, (np.arange(100) % 64 for _ in range(4)))
-    flags = [*TINY, "--dataset_source=list", "--data_path", corpus, str(other), "--split=1,3", "--train_iters=1"]
-    flags += ["--validation_iters=all", "--validation_by_dataset=1", f"--experiment_dir={tmp_path / 'run'}"]
+    flags = [
+        *TINY,
+        "--dataset_source=list",
+        "--data_path",
+        corpus,
+        str(other),
+        "--split=1,3",
+        "--train_iters=1",
+    ]
+    flags += [
+        "--validation_iters=all",
+        "--validation_by_dataset=1",
+        f"--experiment_dir={tmp_path / 'run'}",
+    ]
     outcome = succeed(flags)
-    (line,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "validation"]
+    (line,) = [
+        line
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if line["phase"] == "validation"
+    ]
     samples = {"corpus": 23, "other": 18}
     total = sum(line[f"loss/{name}"] * count for name, count in samples.items())
     assert line["loss"] == pytest.approx(total / 41, rel=1e-6)
     assert line["loss/corpus"] != pytest.approx(line["loss/other"], rel=1e-4)
-    assert f" | corpus: {line['loss/corpus']:.5f} | other: {line['loss/other']:.5f}" in outcome.output
+    assert (
+        f" | corpus: {line['loss/corpus']:.5f} | other: {line['loss/other']:.5f}" in outcome.output
+    )
 
 
 def test_a_restored_log_window_continues() -> None:
-    """The mean loss covers the tokens before and after a restart; a dropped update counts in neither."""
+    """The mean loss covers the tokens before and after a restart; a dropped update counts in
+    neither."""
     window = LogWindow(torch.device("cpu"))
     window.load_state({"loss": (300.0).hex(), "tokens": 3 * 64})
     window.add(torch.tensor(50.0, dtype=torch.float64), 128, torch.tensor(False), 0.0)

@@ -1,4 +1,5 @@
-"""Training with 8-bit products: layouts, restarts and evaluations change no bit, and losses stay close to bf16's."""
+"""Training with 8-bit products: layouts, restarts and evaluations change no bit, and losses stay
+close to bf16's."""
 
 import itertools
 from pathlib import Path
@@ -23,13 +24,20 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"int8": True},
 }
 SLOW = ("tensorwise", "rowwise")  # have no state, and no seeds
-formats = pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FORMATS])
+formats = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FORMATS]
+)
 
 
 @formats
 def test_zero_stages_change_no_bit_and_tensor_parallelism_only_rounding(name: str) -> None:
     """Two ranks: so scales are the same, too. Losses differ from those in fp32."""
-    common: dict[str, Any] = {"num_layers": 3, "lr": 1e-2, "lr_warmup": 0, "breadth_first_micro_batches": 2}
+    common: dict[str, Any] = {
+        "num_layers": 3,
+        "lr": 1e-2,
+        "lr_warmup": 0,
+        "breadth_first_micro_batches": 2,
+    }
     rounded = common | FORMATS[name]
     cases = [common, *({**rounded, "zero_stage": stage} for stage in (1, 2, 3))]
     (plain, first, *others), _ = run_distributed(2, train_several, cases, 3)
@@ -46,8 +54,12 @@ def test_zero_stages_change_no_bit_and_tensor_parallelism_only_rounding(name: st
 
 
 def flags(folder: Path, name: str, *more: str) -> list[str]:
-    """Return a command with evaluations, two micro-batches and averages, which have weights of their own."""
-    options = [f"--{option}={int(value) if value is True else value}" for option, value in FORMATS[name].items()]
+    """Return a command with evaluations, two micro-batches and averages, which have weights of
+    their own."""
+    options = [
+        f"--{option}={int(value) if value is True else value}"
+        for option, value in FORMATS[name].items()
+    ]
     usual = "--train_iters=8 --checkpoint_interval=3 --validation_iters=1 --validation_interval=2 --batch_size=4 "
     usual += "--micro_batch_size=2 --ema_type=ema --amax_history_length=3 --log_interval=1"
     return [*TINY, *options, *usual.split(), f"--experiment_dir={folder}", *more]
@@ -63,13 +75,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name: str, tmp_pat
     assert len(curve(whole)) >= 8
     assert_same_run(stopped, whole)
     scales = [
-        manifest.read(folder / "checkpoints" / "8").state["optimizer"].get("scales") for folder in (whole, stopped)
+        manifest.read(folder / "checkpoints" / "8").state["optimizer"].get("scales")
+        for folder in (whole, stopped)
     ]
     assert scales[0] == scales[1] and bool(scales[0]) == (name == "delayed")
 
 
 def test_scales_are_read_on_any_layout_and_may_start_late(tmp_path: Path) -> None:
-    """From one rank to two that split layers; and a run that turns delayed scales on begins with scales of 1."""
+    """From one rank to two that split layers; and a run that turns delayed scales on begins with
+    scales of 1."""
     succeed(flags(tmp_path, "delayed", "--stop_interval=4"))
     before = manifest.read(tmp_path / "checkpoints" / "4").state["optimizer"]["scales"]
     assert set(before) == {
@@ -87,7 +101,12 @@ def test_scales_are_read_on_any_layout_and_may_start_late(tmp_path: Path) -> Non
 
 def test_the_banner_says_what_is_rounded_and_that_a_cpu_gains_nothing(tmp_path: Path) -> None:
     outcome = succeed(
-        flags(tmp_path, "tensorwise", "--quantization_targets=mlp,blocks.0.attention.output", "--train_iters=1")
+        flags(
+            tmp_path,
+            "tensorwise",
+            "--quantization_targets=mlp,blocks.0.attention.output",
+            "--train_iters=1",
+        )
     )
     line = "8-bit products (tensorwise) in 5 linear layers; this device has no units for them, so they are no faster"
     assert line in outcome.output
@@ -96,12 +115,24 @@ def test_the_banner_says_what_is_rounded_and_that_a_cpu_gains_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--fp8=rowwise --int8=1", "--int8=1, --fp8=rowwise: a product has one format; leave one of the two out"),
-        ("--fp8=tensorwise --quantization_targets=mpl", "--quantization_targets: 'mpl' matches nothing; similar names"),
-        ("--int8=1 --quantization_targets=regex:(", "--quantization_targets=regex:(: not a regular expression"),
+        (
+            "--fp8=rowwise --int8=1",
+            "--int8=1, --fp8=rowwise: a product has one format; leave one of the two out",
+        ),
+        (
+            "--fp8=tensorwise --quantization_targets=mpl",
+            "--quantization_targets: 'mpl' matches nothing; similar names",
+        ),
+        (
+            "--int8=1 --quantization_targets=regex:(",
+            "--quantization_targets=regex:(: not a regular expression",
+        ),
         ("--fp8=e4m3", "--fp8=e4m3: "),
         ("--amax_history_length=0 --fp8=delayed", "--amax_history_length=0: "),
-        ("--fp8=tensorwise --dry_run=1 --machine_speeds=x", "its products were measured without rounding"),
+        (
+            "--fp8=tensorwise --dry_run=1 --machine_speeds=x",
+            "its products were measured without rounding",
+        ),
     ],
 )
 def test_mistakes_are_named(words: str, message: str) -> None:
@@ -116,12 +147,13 @@ def test_values_of_other_programs_are_understood() -> None:
 
 
 def final_loss(folder: Path, *options: str) -> float:
-    """Train a small model for 1,000 steps on the bytes of this project's documents; return the last fifty's loss."""
-    texts = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted((ROOT / "docs").glob("*.md"))]
+    """Train a small model for 1,000 steps on the bytes of this project's documents; return the last
+    fifty's loss."""
+    texts = [
+        np.frombuffer(path.read_bytes(), np.uint8) for path in sorted((ROOT / "docs").glob("*.md"))
+    ]
     write_documents(str(folder / "bytes"), texts)
-    words = (
-        "--num_layers=2 --num_attention_heads=4 --hidden_size=128 --vocab_size=256 --sequence_length=64 --device=cpu "
-    )
+    words = "--num_layers=2 --num_attention_heads=4 --hidden_size=128 --vocab_size=256 --sequence_length=64 --device=cpu "
     words += "--batch_size=8 --train_iters=1000 --log_interval=50 --lr=3e-3 --lr_warmup_iters=50 --min_lr=3e-4 "
     words += "--lr_decay_style=cosine --training_dtype=bf16 --dataset_source=list --split=1,0,0 --num_workers=0 "
     words += f"--device=cpu --data_path={folder}/bytes --experiment_dir={folder}/run"
@@ -137,9 +169,17 @@ def loss_in_bf16(tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "limit"),
-    [("--fp8=tensorwise", 0.015), ("--fp8=rowwise", 0.015), ("--fp8=delayed", 0.015), ("--int8=1", 0.005)],
+    [
+        ("--fp8=tensorwise", 0.015),
+        ("--fp8=rowwise", 0.015),
+        ("--fp8=delayed", 0.015),
+        ("--int8=1", 0.005),
+    ],
 )
-def test_a_thousand_steps_end_close_to_bf16(option: str, limit: float, loss_in_bf16: float, tmp_path: Path) -> None:
-    """The same weights and data. int8 is within 0.5 percent; fp8 was 0.2 to 1.0 percent above with 128 channels."""
+def test_a_thousand_steps_end_close_to_bf16(
+    option: str, limit: float, loss_in_bf16: float, tmp_path: Path
+) -> None:
+    """The same weights and data. int8 is within 0.5 percent; fp8 was 0.2 to 1.0 percent above with
+    128 channels."""
     assert loss_in_bf16 < 2.0
     assert abs(final_loss(tmp_path, option) / loss_in_bf16 - 1) < limit

@@ -37,7 +37,8 @@ def losses(experiment: Path) -> list[float]:
 
 
 def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
-    """Two ranks train on a folder of text; another run finds the tokens again, and a list of the pair is the same.
+    """Two ranks train on a folder of text; another run finds the tokens again, and a list of the
+    pair is the same.
 
     A start that goes on names what has changed, and nothing else.
     """
@@ -45,14 +46,25 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
     data = [f"--data_path={text}", tokenizer, f"--dataset_cache={cache}"]
     outcome = succeed(flags("list", tmp_path / "a", *data), ranks=2)
     (index,) = cache.glob("*/text.idx")
-    assert f"prepared {text} as {cache}" in outcome.output and "skipped documents: 1 not JSON" in outcome.output
-    assert "--vocab_size=515: the tokenizer has 257 tokens; --vocab_size=257 is smaller" in outcome.output
+    assert (
+        f"prepared {text} as {cache}" in outcome.output
+        and "skipped documents: 1 not JSON" in outcome.output
+    )
+    assert (
+        "--vocab_size=515: the tokenizer has 257 tokens; --vocab_size=257 is smaller"
+        in outcome.output
+    )
     assert IndexedDataset(str(index)[:-4]).num_documents == 201
     assert f"found {text} as {cache}" in succeed(flags("list", tmp_path / "b", *data)).output
     # People read what they typed.
     shown = json.loads((tmp_path / "b" / "config.json").read_bytes())
-    assert shown["data_path"] == [str(text)] and shown["tokenizer_file"] == str(tmp_path / "tokenizer.json")
-    assert re.search(rf"\s--data_path={text}\s", outcome.output) and f"--data_path={cache}" not in outcome.output
+    assert shown["data_path"] == [str(text)] and shown["tokenizer_file"] == str(
+        tmp_path / "tokenizer.json"
+    )
+    assert (
+        re.search(rf"\s--data_path={text}\s", outcome.output)
+        and f"--data_path={cache}" not in outcome.output
+    )
     page = (tmp_path / "b" / "report.html").read_text()
     assert f"<td>{text}</td>" in page and str(cache / index.parent.name) not in page
     with loaded("concatenate_dataset") as module:
@@ -69,13 +81,16 @@ def test_text_is_prepared_once(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_tokens_of_older_rules(text: Path, tmp_path: Path) -> None:
-    """A run that goes on reads the pair with which it began, and says so; a new one prepares the text again."""
+    """A run that goes on reads the pair with which it began, and says so; a new one prepares the
+    text again."""
     data = [
         f"--data_path={text}",
         f"--tokenizer_file={tmp_path / 'tokenizer.json'}",
         f"--dataset_cache={tmp_path / 'c'}",
     ]
-    whole, stopped, new = (flags("list", tmp_path / name, *data) for name in ("whole", "stopped", "new"))
+    whole, stopped, new = (
+        flags("list", tmp_path / name, *data) for name in ("whole", "stopped", "new")
+    )
     succeed(whole)
     succeed([*stopped, "--stop_interval=2"])
     (index,) = (tmp_path / "c").glob("*/text.idx")
@@ -88,7 +103,10 @@ def test_a_run_keeps_tokens_of_older_rules(text: Path, tmp_path: Path) -> None:
     content = json.loads((saved / "manifest.json").read_text().replace(index.parent.name, "older"))
     (saved / "manifest.json").write_bytes(seal(content))
     goes_on = succeed(stopped).output
-    assert f"{text}: the run goes on with {tmp_path}/c/older/text, which was prepared under older rules" in goes_on
+    assert (
+        f"{text}: the run goes on with {tmp_path}/c/older/text, which was prepared under older rules"
+        in goes_on
+    )
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert f"prepared {text} as {tmp_path}/c" in succeed(new).output
     (text / "a.txt").write_text("other words " * 300)
@@ -102,7 +120,11 @@ def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
     cases = [
         (2, "is text; name its tokenizer: --tokenizer_file", flags("list", tmp_path / "x")),
         (2, "no place for its tokens", [*FLAGS, tokenizer]),
-        (3, "has 257 tokens, more than --vocab_size=256", flags("list", tmp_path / "y", tokenizer, "--vocab_size=256")),
+        (
+            3,
+            "has 257 tokens, more than --vocab_size=256",
+            flags("list", tmp_path / "y", tokenizer, "--vocab_size=256"),
+        ),
     ]
     for code, words, command in cases:
         outcome = run([*command, "--dataset_source=list", f"--data_path={text}"])
@@ -110,7 +132,8 @@ def test_text_needs_a_tokenizer_and_a_place(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_pairs_is_no_text(tmp_path: Path) -> None:
-    """The message names a pair, with a tokenizer and without; text beside pairs is text, as before."""
+    """The message names a pair, with a tokenizer and without; text beside pairs is text, as
+    before."""
     folder = tmp_path / "pairs"
     folder.mkdir()
     write_documents(folder / "mine", [[1, 2, 3]] * 20)
@@ -127,7 +150,8 @@ def test_a_folder_of_pairs_is_no_text(tmp_path: Path) -> None:
 
 
 def test_text_and_prefixes_are_told_apart(text: Path, tmp_path: Path) -> None:
-    """A pair wins over a folder of the same name; what does not exist is a prefix, whose error says so."""
+    """A pair wins over a folder of the same name; what does not exist is a prefix, whose error says
+    so."""
     assert is_text(str(text)) and is_text(str(text / "*.txt")) and is_text(str(text / "b.jsonl"))
     assert not is_text(str(tmp_path / "missing")) and not is_text(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.idx").touch()
@@ -139,7 +163,13 @@ def test_lists_that_are_damaged_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"datasets": [{"prefix": "a", "weight": 0}, {"prefix": "b/c", "weight": 2}]}')
     assert read_list(path) == ["2.0", str(tmp_path / "b/c")]
-    for content in ("", "[]", "{}", '{"datasets": [5]}', '{"datasets": [{"prefix": "a", "weight": -1}]}'):
+    for content in (
+        "",
+        "[]",
+        "{}",
+        '{"datasets": [5]}',
+        '{"datasets": [{"prefix": "a", "weight": -1}]}',
+    ):
         path.write_text(content)
         with pytest.raises(DataError, match="--data_path=.*x.json: "):
             read_list(path)

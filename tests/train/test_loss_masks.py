@@ -1,4 +1,5 @@
-"""--loss_mask from the files to the weights: tokens that do not count change neither loss nor gradients."""
+"""--loss_mask from the files to the weights: tokens that do not count change neither loss nor
+gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ TOKENS, ITERATIONS = 900, 5
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the options of a data set of different tokens, most of which are masked, in runs longer than samples."""
+    """Return the options of a data set of different tokens, most of which are masked, in runs
+    longer than samples."""
     folder: Path = tmp_path_factory.mktemp("corpus")
     counts = np.ones(TOKENS, dtype=np.uint8)
     for start, length in ((30, 60), (150, 5), (200, 90), (400, 1), (410, 100), (700, 90)):
@@ -39,8 +41,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
-    """Losses equal those of a plain loop over whole batches, whose masked labels torch ignores. The mean is that of the
-    whole batch: ranks and micro-batches that count few tokens, or none, change it by rounding only."""
+    """Losses equal those of a plain loop over whole batches, whose masked labels torch ignores. The
+    mean is that of the whole batch: ranks and micro-batches that count few tokens, or none, change
+    it by rounding only."""
     one = run_distributed(1, train_tiny, corpus, ITERATIONS)[0]
     config = tiny_config(**corpus)
     counts = torch.from_numpy(np.fromfile(corpus["loss_mask"][0] + ".bin", np.uint8))
@@ -49,7 +52,9 @@ def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
     update = plain_adamw(model, config.optimizer)
     losses = []
     counted = []
-    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+    for iteration, ((tokens, *_),) in enumerate(
+        open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1
+    ):
         masked = counts[tokens[:, 1:]] == 0
         counted.append((~masked).sum(dim=1).tolist())
         loss = model.loss(tokens, masked)
@@ -67,30 +72,66 @@ def test_the_mean_is_over_the_tokens_that_count(corpus: dict[str, Any]) -> None:
 
 
 def test_where_no_label_counts_there_is_no_loss(tmp_path: Path) -> None:
-    """null in metrics.jsonl, of the averaged weights and of each data set, too, and one warning a phase.
+    """null in metrics.jsonl, of the averaged weights and of each data set, too, and one warning a
+    phase.
 
-    Of each split, only the first token counts, which is never a label: the start of the run cannot see that.
+    Of each split, only the first token counts, which is never a label: the start of the run cannot
+    see that.
     """
-    for name, dtype, documents in (("a", "<u2", np.arange(800)), ("mask", "|u1", np.arange(800) % 400 == 0)):
+    for name, dtype, documents in (
+        ("a", "<u2", np.arange(800)),
+        ("mask", "|u1", np.arange(800) % 400 == 0),
+    ):
         write_documents(tmp_path / name, np.split(documents, [400]), dtype)
     write_documents(tmp_path / "b", [np.arange(400)] * 2, "<u2")
     masked, both = str(tmp_path / "a"), ("0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b"))
-    common = {"dataset_source": "list", "split": (0.5, 0.5), "vocab_size": 800, "log_interval": 1, "ema_type": "ema"}
-    common |= {"train_iters": 5, "validation_iters": 1, "validation_interval": 2, "validation_by_dataset": True}
+    common = {
+        "dataset_source": "list",
+        "split": (0.5, 0.5),
+        "vocab_size": 800,
+        "log_interval": 1,
+        "ema_type": "ema",
+    }
+    common |= {
+        "train_iters": 5,
+        "validation_iters": 1,
+        "validation_interval": 2,
+        "validation_by_dataset": True,
+    }
     for name, sets, masks in (("one", (masked,), 1), ("blend", both, 2)):
-        options = {**common, "data_path": sets, "loss_mask": (str(tmp_path / "mask"), "none")[:masks]}
+        options = {
+            **common,
+            "data_path": sets,
+            "loss_mask": (str(tmp_path / "mask"), "none")[:masks],
+        }
         run_distributed(1, train_impatiently, {**options, "experiment_dir": str(tmp_path / name)})
     training, validation = (
         [line for line in read_metrics(tmp_path / "one/metrics.jsonl") if line["phase"] == phase]
         for phase in ("training", "validation")
     )
-    assert [line["loss"] for line in training] == [None] * 5 and all(line["grad_norm"] == 0 for line in training)
+    assert [line["loss"] for line in training] == [None] * 5 and all(
+        line["grad_norm"] == 0 for line in training
+    )
     assert [(line["loss"], line["averaged_loss"]) for line in validation] == [(None, None)] * 3
     log = (tmp_path / "one/runs/0/logs/logs_rank_000.txt").read_text()
-    assert log.count("no label") == 2 and log.count("no label of the validation, which has no loss, counts") == 1
-    assert log.index("no label of 3 updates in a row counts: look at") > log.index("training @ iteration 2/5")
-    last = [line for line in read_metrics(tmp_path / "blend/metrics.jsonl") if line["phase"] == "validation"][-1]
-    assert last["loss/a"] is None and last["averaged_loss/a"] is None and last["loss/b"] > 1 and last["loss"] > 1
+    assert (
+        log.count("no label") == 2
+        and log.count("no label of the validation, which has no loss, counts") == 1
+    )
+    assert log.index("no label of 3 updates in a row counts: look at") > log.index(
+        "training @ iteration 2/5"
+    )
+    last = [
+        line
+        for line in read_metrics(tmp_path / "blend/metrics.jsonl")
+        if line["phase"] == "validation"
+    ][-1]
+    assert (
+        last["loss/a"] is None
+        and last["averaged_loss/a"] is None
+        and last["loss/b"] > 1
+        and last["loss"] > 1
+    )
 
 
 def train_impatiently(distributed: Distributed, options: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""--cross_document_attention=0 from the files to the weights: packed documents do not see each other."""
+"""--cross_document_attention=0 from the files to the weights: packed documents do not see each
+other."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,10 @@ from tests.support.token_files import write_documents
 
 SIZES = [7, 0, 30, 1, 1, 16, 5, 17, 0, 0, 40, 2, 3, 64, 11, 16, 9, 50]
 ITERATIONS = 6
-MODELS: dict[str, dict[str, Any]] = {"gpt2": {}, "mistral": {**ROTARY_GATED, "head_groups": 2, "window_size": 5}}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "mistral": {**ROTARY_GATED, "head_groups": 2, "window_size": 5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,8 @@ def options(prefix: str, **more: Any) -> dict[str, Any]:
 
 
 def positions_within(numbers: Tensor) -> Tensor:
-    """Return each token's position in its piece of a document, counted one by one; numbers: documents (b, s)."""
+    """Return each token's position in its piece of a document, counted one by one; numbers:
+    documents (b, s)."""
     positions = torch.zeros_like(numbers)
     for column in range(1, numbers.shape[1]):
         same = numbers[:, column] == numbers[:, column - 1]
@@ -65,18 +70,26 @@ def positions_within(numbers: Tensor) -> Tensor:
     return positions
 
 
-def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor) -> list[float]:
+def plain_losses(
+    values: dict[str, Any], initial: dict[str, np.ndarray], documents: Tensor
+) -> list[float]:
     """Return the losses of a plain torch loop with attention masked by document."""
     config = tiny_config(**values)
     model = PlainGPT(config.model)
     model.load(initial)
     update, losses = plain_adamw(model, config.optimizer), []
-    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+    for iteration, ((tokens, *_),) in enumerate(
+        open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1
+    ):
         numbers = documents[tokens]
         for block in model.blocks:
             block.documents = None if config.data.cross_document_attention else numbers[:, :-1]
-            block.positions = positions_within(numbers[:, :-1]) if config.data.reset_position_ids else None
-        loss = model.loss(tokens, numbers[:, 1:] != numbers[:, :-1] if config.data.mask_document_starts else None)
+            block.positions = (
+                positions_within(numbers[:, :-1]) if config.data.reset_position_ids else None
+            )
+        loss = model.loss(
+            tokens, numbers[:, 1:] != numbers[:, :-1] if config.data.mask_document_starts else None
+        )
         update(loss, 1e-3 * min(1.0, iteration / 2))
         losses.append(loss.item())
     return losses
@@ -84,7 +97,8 @@ def plain_losses(values: dict[str, Any], initial: dict[str, np.ndarray], documen
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> None:
-    """One rank, two ranks with ZeRO 3, and a masked loop agree; attention across documents differs."""
+    """One rank, two ranks with ZeRO 3, and a masked loop agree; attention across documents
+    differs."""
     prefix, documents = corpus
     values = options(prefix, **MODELS[model])
     runs = [values, {**values, "cross_document_attention": True}]
@@ -100,16 +114,23 @@ def test_training_equals_plain_torch(corpus: tuple[str, Tensor], model: str) -> 
     ("crossing", "model"),
     [
         *((True, "gpt2"), (False, "mistral")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, "mistral"), (False, "gpt2"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((True, "mistral"), (False, "gpt2"))
+        ),
     ],
 )
 def test_positions_and_labels_by_document_equal_plain_torch(
     corpus: tuple[str, Tensor], model: str, crossing: bool
 ) -> None:
-    """One rank and a plain loop agree; so do two ranks with a worker each and smaller micro-batches, whose counts of
-    labels differ: the mean is over the labels of the whole batch."""
+    """One rank and a plain loop agree; so do two ranks with a worker each and smaller
+    micro-batches, whose counts of labels differ: the mean is over the labels of the whole batch."""
     prefix, documents = corpus
-    more = {"reset_position_ids": True, "mask_document_starts": True, "cross_document_attention": crossing}
+    more = {
+        "reset_position_ids": True,
+        "mask_document_starts": True,
+        "cross_document_attention": crossing,
+    }
     values = {**options(prefix, **MODELS[model]), **more}
     # Rotary positions are relative: within a document it makes no difference where they begin.
     matters = crossing or not values.get("use_rotary_embeddings")
@@ -134,7 +155,11 @@ def random_layers(config: ModelConfig, length: int, std: float) -> list[Layer]:
     return layers
 
 
-PATHS: dict[str, dict[str, Any]] = {"long": {}, "equal": {"lengths": (16, 16, 16, 16)}, "windows": {"window_size": 5}}
+PATHS: dict[str, dict[str, Any]] = {
+    "long": {},
+    "equal": {"lengths": (16, 16, 16, 16)},
+    "windows": {"window_size": 5},
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -142,7 +167,8 @@ PATHS: dict[str, dict[str, Any]] = {"long": {}, "equal": {"lengths": (16, 16, 16
 @pytest.mark.parametrize("reset", [True, False])
 def test_each_document_has_the_loss_that_it_has_alone(model: str, path: str, reset: bool) -> None:
     """The loss of every label of a packed batch is that of its document alone, in fp32, whichever
-    way attention takes; learned positions that are not reset must be given to it, rotary ones are relative."""
+    way attention takes; learned positions that are not reset must be given to it, rotary ones are
+    relative."""
     more = dict(PATHS[path])
     lengths: tuple[int, ...] = more.pop("lengths", (1, 9, 22, 3, 29))  # of two samples
     config = tiny_config(**{**MODELS[model], **more, "sequence_length": 32}).model
@@ -183,7 +209,9 @@ def losses(
     return torch.stack(found)
 
 
-def evaluated(distributed: Distributed, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+def evaluated(
+    distributed: Distributed, values: dict[str, Any]
+) -> tuple[float, dict[str, np.ndarray]]:
     """Return the logged validation loss and the weights."""
     from megatron_lite.outputs.evaluation import evaluate
 
@@ -203,7 +231,9 @@ def test_evaluation_keeps_documents_apart_too(corpus: tuple[str, Tensor]) -> Non
     model = PlainGPT(tiny_config(**values).model)
     model.load(weights)
     losses = []
-    for ((tokens, *_),) in open_data(tiny_config(**values), 0, 1).batches("training", 0, ITERATIONS):
+    for ((tokens, *_),) in open_data(tiny_config(**values), 0, 1).batches(
+        "training", 0, ITERATIONS
+    ):
         for block in model.blocks:
             block.documents = documents[tokens[:, :-1]]
         losses.append(model.loss(tokens).item())
@@ -213,8 +243,9 @@ def test_evaluation_keeps_documents_apart_too(corpus: tuple[str, Tensor]) -> Non
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
-    """Two samples of three documents each: other tokens in the second document of the first sample change every
-    position after them if attention crosses borders, and nothing but that document if it does not, to the last bit."""
+    """Two samples of three documents each: other tokens in the second document of the first sample
+    change every position after them if attention crosses borders, and nothing but that document if
+    it does not, to the last bit."""
     config = tiny_config(**MODELS[model]).model
     layers = random_layers(config, 16, 0.3)
     tokens = torch.randint(config.vocab_size, (2, 17))
@@ -230,6 +261,8 @@ def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
                 hidden = layer(hidden, batch)
         outputs.append(hidden)
     differs = (outputs[0] != outputs[1]).any(dim=-1)  # (2, 16)
-    reached = range(5, 9) if apart else range(5, 16)  # two layers of windows of five positions carry it that far
+    reached = (
+        range(5, 9) if apart else range(5, 16)
+    )  # two layers of windows of five positions carry it that far
     assert differs[0].nonzero().flatten().tolist() == list(reached)
     assert not differs[1].any()

@@ -1,4 +1,5 @@
-"""Pipeline parallelism by the program itself, on gloo processes: everything that a run writes has the bits of P = 1."""
+"""Pipeline parallelism by the program itself, on gloo processes: everything that a run writes has
+the bits of P = 1."""
 
 import functools
 import json
@@ -19,23 +20,62 @@ ITERATIONS = 3
 
 def options(folder: Path, ranks: int, pipeline: int) -> dict[str, Any]:
     return {
-        **dict(num_layers=4, vocab_size=257, sequence_length=24, batch_size=8, micro_batch_size=1, zero_stage=2),
-        **dict(train_iters=ITERATIONS, lr=1e-2, lr_warmup=2, init_method_std=0.5, tie_word_embeddings=True),
-        **dict(breadth_first_micro_batches=4, pipeline_parallel=pipeline, pipeline_first=pipeline > 1),
-        **dict(experiment_dir=str(folder / "run"), checkpoint_interval=1, export_interval=1, max_checkpoints=None),
+        **dict(
+            num_layers=4,
+            vocab_size=257,
+            sequence_length=24,
+            batch_size=8,
+            micro_batch_size=1,
+            zero_stage=2,
+        ),
+        **dict(
+            train_iters=ITERATIONS,
+            lr=1e-2,
+            lr_warmup=2,
+            init_method_std=0.5,
+            tie_word_embeddings=True,
+        ),
+        **dict(
+            breadth_first_micro_batches=4, pipeline_parallel=pipeline, pipeline_first=pipeline > 1
+        ),
+        **dict(
+            experiment_dir=str(folder / "run"),
+            checkpoint_interval=1,
+            export_interval=1,
+            max_checkpoints=None,
+        ),
         **dict(validation_iters=1, validation_interval=1, ema_type="ema", update_rms_clip=0.5),
-        **dict(watch=("grads", "params", "updates", "opt_state"), watch_interval=1, watch_histograms=True),
-        **dict(watch_per_layer=True, check_replicas_interval=1, save_tensor_logs=True, show_tensor_logs=False),
-        **dict(debug_layer_outputs=2, debug_layer_gradients=2, debug_all_param_gradients=2, debug_param_update=2),
+        **dict(
+            watch=("grads", "params", "updates", "opt_state"),
+            watch_interval=1,
+            watch_histograms=True,
+        ),
+        **dict(
+            watch_per_layer=True,
+            check_replicas_interval=1,
+            save_tensor_logs=True,
+            show_tensor_logs=False,
+        ),
+        **dict(
+            debug_layer_outputs=2,
+            debug_layer_gradients=2,
+            debug_all_param_gradients=2,
+            debug_param_update=2,
+        ),
         **dict(debug_global_tensors=True, log_communication=True),
-        **dict(tokenizer_file=str(folder / "tokenizer.json"), sample_prompts=str(folder / "prompts.txt")),
+        **dict(
+            tokenizer_file=str(folder / "tokenizer.json"),
+            sample_prompts=str(folder / "prompts.txt"),
+        ),
         **dict(sample_interval=1, sample_tokens=4),
     }
 
 
 def train_until(distributed: Distributed, folder: str, stop: int | None) -> None:
     values = options(Path(folder), distributed.world_size, distributed.pipeline.world_size)
-    run = train_whole(distributed, tiny_config(distributed.world_size, **values, stop_interval=stop))
+    run = train_whole(
+        distributed, tiny_config(distributed.world_size, **values, stop_interval=stop)
+    )
     run.experiment.release()
 
 
@@ -59,7 +99,10 @@ def written() -> dict[str, dict[str, Any]]:
 def contents(root: Path) -> dict[str, Any]:
     def records(name: str) -> list[dict[str, Any]]:
         lines = map(json.loads, (root / name).read_text().splitlines())
-        return [{key: line[key] for key in line if not any(word in key for word in TIMES)} for line in lines]
+        return [
+            {key: line[key] for key in line if not any(word in key for word in TIMES)}
+            for line in lines
+        ]
 
     logs: dict[str, Any] = {}
     for path in sorted(root.glob("runs/*/artifacts/tensor_logs*")):
@@ -83,12 +126,17 @@ def contents(root: Path) -> dict[str, Any]:
 
 
 def test_a_run_that_changes_its_pipeline_writes_the_bits_of_one_that_does_not() -> None:
-    """Metrics, validations of weights and averages, statistics, tensor logs, samples and exports, over two resumes.
+    """Metrics, validations of weights and averages, statistics, tensor logs, samples and exports,
+    over two resumes.
 
     The pipeline ranks are neighbours, and the next start has half as many ranks.
     """
     one, pipeline = written()["one"], written()["pipeline"]
-    assert len(one["metrics"]) == 3 * ITERATIONS and len(one["watch"]) == 3 and len(one["samples"]) == 3
+    assert (
+        len(one["metrics"]) == 3 * ITERATIONS
+        and len(one["watch"]) == 3
+        and len(one["samples"]) == 3
+    )
     assert len(one["exports"]) >= 9 and len(one["tensor logs"]) > 150
     for kind in ("metrics", "watch", "samples", "exports", "tensor logs"):
         assert pipeline[kind] == one[kind], kind

@@ -1,4 +1,5 @@
-"""Two ranks with different command lines, as after an edit on one machine: refused before anything is trained."""
+"""Two ranks with different command lines, as after an edit on one machine: refused before anything
+is trained."""
 
 import random
 import re
@@ -41,13 +42,18 @@ def other_flags(flag: Flag, base: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
+)
 def test_an_option_that_differs_is_named_with_both_values(seed: int) -> None:
-    """An option drawn at random has another value on rank 1: both ranks end with exit code 2, in one line."""
+    """An option drawn at random has another value on rank 1: both ranks end with exit code 2, in
+    one line."""
     draw = random.Random(seed)
     base = resolved(*TINY)
     found = list[str]()
-    compared = sorted(name for name, flag in FLAGS.items() if not flag.may_differ and name not in NEVER_MEET)
+    compared = sorted(
+        name for name, flag in FLAGS.items() if not flag.may_differ and name not in NEVER_MEET
+    )
     while not found:
         name = draw.choice(compared)
         found = other_flags(FLAGS[name], base)

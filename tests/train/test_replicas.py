@@ -1,4 +1,5 @@
-"""--check_replicas_interval in the program: what changes on one rank alone ends the run before it is used."""
+"""--check_replicas_interval in the program: what changes on one rank alone ends the run before it
+is used."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ def start(distributed: Distributed, options: dict[str, Any], fault: str) -> str:
         loss = forward_backward(micro_batches)
         if distributed.rank == 1 and run.iteration + 1 == 6:
             if fault == "weight":
-                dict(parameters_of(run.model))["blocks.0.mlp.up.weight"].data.view(torch.int32)[-1, -1] ^= 1
+                dict(parameters_of(run.model))["blocks.0.mlp.up.weight"].data.view(torch.int32)[
+                    -1, -1
+                ] ^= 1
             elif fault == "counter":
                 run.optimizer._updates.add_(1)
         return loss
@@ -41,14 +44,20 @@ def story(distributed: Distributed, root: str) -> list[str]:
     """Two runs, one after the other."""
     return [
         start(distributed, dict(experiment_dir=f"{root}/weight"), "weight"),
-        start(distributed, dict(experiment_dir=f"{root}/counter", zero_stage=3, training_dtype="bf16"), "counter"),
+        start(
+            distributed,
+            dict(experiment_dir=f"{root}/counter", zero_stage=3, training_dtype="bf16"),
+            "counter",
+        ),
     ]
 
 
 def test_a_rank_that_differs_ends_the_run(tmp_path: Path) -> None:
-    """One bit of a weight, or one counter: named with its rank on all ranks, and nothing is saved after it.
+    """One bit of a weight, or one counter: named with its rank on all ranks, and nothing is saved
+    after it.
 
-    The message names the newest checkpoint from before the last good check. Until then no difference is found.
+    The message names the newest checkpoint from before the last good check. Until then no
+    difference is found.
     """
     results = run_distributed(3, story, str(tmp_path))
     assert results[0] == results[1] == results[2]
@@ -56,5 +65,14 @@ def test_a_rank_that_differs_ends_the_run(tmp_path: Path) -> None:
     assert "in iteration 6: blocks.0.mlp.up.weight on rank 1. " in weight
     assert "the optimizer's updates on rank 1" in counter
     for name, message in (("weight", weight), ("counter", counter)):
-        assert f"the last check without a difference was at iteration 4; {tmp_path / name}/checkpoints/3 is" in message
-        assert sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) == ["1", "2", "3", "4", "5"]
+        assert (
+            f"the last check without a difference was at iteration 4; {tmp_path / name}/checkpoints/3 is"
+            in message
+        )
+        assert sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) == [
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+        ]

@@ -1,4 +1,5 @@
-"""The start of the program: what is imported before the first step, in the run and in its data workers."""
+"""The start of the program: what is imported before the first step, in the run and in its data
+workers."""
 
 import os
 import subprocess
@@ -18,7 +19,8 @@ HEAVY = set(
 
 
 def run_python(code: str, *arguments: str) -> str:
-    """Run code in a fresh process without Triton's interpreter; return the last line of its output."""
+    """Run code in a fresh process without Triton's interpreter; return the last line of its
+    output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
@@ -28,7 +30,8 @@ def run_python(code: str, *arguments: str) -> str:
 
 
 def test_a_run_on_a_cpu_imports_nothing_heavy(tmp_path: Path) -> None:
-    """Training, recomputation, a validation, a checkpoint and data workers take PyTorch, NumPy and safetensors only."""
+    """Training, recomputation, a validation, a checkpoint and data workers take PyTorch, NumPy and
+    safetensors only."""
     write_documents(tmp_path / "data", (np.arange(length) % 50 for length in range(20, 100)))
     code = (
         "import sys, pretrain_gpt\n"
@@ -44,7 +47,8 @@ def test_a_run_on_a_cpu_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_data_workers_import_only_what_they_need() -> None:
-    """A worker process imports the program's file again: that takes no module of the command line, and no torch."""
+    """A worker process imports the program's file again: that takes no module of the command line,
+    and no torch."""
     code = (
         f"import runpy, sys\nrunpy.run_path({str(PROGRAM)!r}, run_name='__mp_main__')\n"
         "print('imported:', sorted(name for name in sys.modules if name.split('.')[0] in ('megatron_lite', 'torch')))"

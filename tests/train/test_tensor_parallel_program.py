@@ -1,4 +1,5 @@
-"""Tensor parallelism by the program itself: its step, data and evaluation on gloo ranks against one rank."""
+"""Tensor parallelism by the program itself: its step, data and evaluation on gloo ranks against one
+rank."""
 
 import copy
 import functools
@@ -17,13 +18,31 @@ from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.train import train_step
-from tests.support.harness import Trajectory, run_distributed, same_weights, start_run, tiny_config, train_tiny
+from tests.support.harness import (
+    Trajectory,
+    run_distributed,
+    same_weights,
+    start_run,
+    tiny_config,
+    train_tiny,
+)
 from tests.support.tensor_cases import CASES, QWEN3, Layout, Options, result_of, run_case, run_rank
 from tests.support.token_files import write_documents
 
-PROGRAM: Options = {**QWEN3, "vocab_size": 61, "logit_z_loss": 1e-2, "batch_size": 4, "lr": 1e-3, "clip_grad": 0.5}
-PROGRAM_LAYOUTS: dict[int, Options] = {2: {"sequence_tensor_parallel": True, "zero_stage": 2}, 4: {"zero_stage": 3}}
-# Cases whose collectives have every form: of hidden states, logits, losses, embeddings and gradients.
+PROGRAM: Options = {
+    **QWEN3,
+    "vocab_size": 61,
+    "logit_z_loss": 1e-2,
+    "batch_size": 4,
+    "lr": 1e-3,
+    "clip_grad": 0.5,
+}
+PROGRAM_LAYOUTS: dict[int, Options] = {
+    2: {"sequence_tensor_parallel": True, "zero_stage": 2},
+    4: {"zero_stage": 3},
+}
+# Cases whose collectives have every form: of hidden states, logits, losses, embeddings and
+# gradients.
 SAME_BITS: list[tuple[str, Layout]] = [
     ("llama, multi-query", (2, 2, True)),
     ("whole embeddings, tied", (2, 2, True)),
@@ -45,7 +64,10 @@ def write_corpus(folder: Path) -> Options:
     """Write documents of which many tokens do not count; return the options of a training on it."""
     random = np.random.default_rng(0)
     cuts = np.sort(random.choice(2000, 150, replace=False))
-    arrays = {"tokens": (random.integers(64, size=2000), "<u2"), "mask": (random.random(2000) < 0.6, "|u1")}
+    arrays = {
+        "tokens": (random.integers(64, size=2000), "<u2"),
+        "mask": (random.random(2000) < 0.6, "|u1"),
+    }
     for name, (values, dtype) in arrays.items():
         write_documents(folder / name, np.split(values, cuts), dtype)
     return {
@@ -61,8 +83,11 @@ def write_corpus(folder: Path) -> Options:
     }
 
 
-def train_and_evaluate(distributed: Distributed, options: Options) -> tuple[list[float], dict[str, float]]:
-    """Return the losses of some steps and those of the validation that follows, the averages' included."""
+def train_and_evaluate(
+    distributed: Distributed, options: Options
+) -> tuple[list[float], dict[str, float]]:
+    """Return the losses of some steps and those of the validation that follows, the averages'
+    included."""
     run = start_run(distributed, tiny_config(distributed.world_size, **options))
     batches = enumerate(run.data.batches("training", 0, 4), start=1)
     updates = [train_step(run, micro_batches, iteration) for iteration, micro_batches in batches]
@@ -84,7 +109,11 @@ def on_four_ranks(distributed: Distributed, corpus: Options) -> tuple[Any, ...]:
     for case, (_, ranks, tokens) in SAME_BITS:
         options = {**CASES[case], "tensor_parallel": ranks, "sequence_tensor_parallel": tokens}
         results.append(run_rank(groups[ranks], options, 1))
-    return trained, results, train_and_evaluate(groups[2], {**corpus, **PROGRAM_LAYOUTS[2], "tensor_parallel": 2})
+    return (
+        trained,
+        results,
+        train_and_evaluate(groups[2], {**corpus, **PROGRAM_LAYOUTS[2], "tensor_parallel": 2}),
+    )
 
 
 def on_one(distributed: Distributed, corpus: Options) -> tuple[Any, ...]:
@@ -107,8 +136,13 @@ def test_threads_compute_the_bits_of_processes() -> None:
         processes = result_of([rank[place] for rank in results])
         threads = run_case(CASES[case], layout, 1)
         assert processes.losses == threads.losses and processes.grad_norms == threads.grad_norms
-        assert all(torch.equal(processes.gradients[name], value) for name, value in threads.gradients.items())
-        assert all(torch.equal(processes.weights[name], value) for name, value in threads.weights.items())
+        assert all(
+            torch.equal(processes.gradients[name], value)
+            for name, value in threads.gradients.items()
+        )
+        assert all(
+            torch.equal(processes.weights[name], value) for name, value in threads.weights.items()
+        )
 
 
 @pytest.mark.parametrize("place", range(2))
@@ -127,7 +161,8 @@ def test_the_program_trains_as_on_one_rank(place: int) -> None:
 
 
 def test_masks_documents_and_evaluations_are_those_of_one_rank() -> None:
-    """From files: tokens that do not count, documents apart, and the losses of a validation, also of the averages."""
+    """From files: tokens that do not count, documents apart, and the losses of a validation, also
+    of the averages."""
     _, _, several, (_, (losses, evaluated)) = of_gloo()
     assert len(set(losses)) == 4 and evaluated.keys() == {"loss", "averaged_loss"}
     for rank in several:

@@ -1,6 +1,8 @@
-"""Conditions that options declare: idle options are warned about and broken rules refused, and nothing else is.
+"""Conditions that options declare: idle options are warned about and broken rules refused, and
+nothing else is.
 
-The tests parse each declaration themselves and make values that meet or break one condition at a time.
+The tests parse each declaration themselves and make values that meet or break one condition at a
+time.
 """
 
 import re
@@ -11,17 +13,27 @@ from megatron_lite.config.values import FLAGS, is_legal, parse_list, parse_value
 from megatron_lite.validation import resolve, warnings
 from megatron_lite.validation.rules import declared
 
-RUN = {"dataset_source": "random", "train_iters": 10, "experiment_dir": "/run", "lr_decay_style": "cosine"}
-BASE = flatten(resolve(unflatten(RUN), 1)) | {"checkpoint_minutes": None}  # 15 only with --experiment_dir
+RUN = {
+    "dataset_source": "random",
+    "train_iters": 10,
+    "experiment_dir": "/run",
+    "lr_decay_style": "cosine",
+}
+BASE = flatten(resolve(unflatten(RUN), 1)) | {
+    "checkpoint_minutes": None
+}  # 15 only with --experiment_dir
 FALSY: list[Any] = [None, False, 0, "", ()]
 
 
 def parsed(name: str, text: str) -> Any:
-    return parse_list(FLAGS[name], [text]) if FLAGS[name].is_list else parse_value(FLAGS[name], text)
+    return (
+        parse_list(FLAGS[name], [text]) if FLAGS[name].is_list else parse_value(FLAGS[name], text)
+    )
 
 
 def candidates(name: str) -> list[Any]:
-    """Return legal values of an option: texts that a user may type, nothing, and last the default."""
+    """Return legal values of an option: texts that a user may type, nothing, and last the
+    default."""
     flag = FLAGS[name]
     texts = (*flag.choices[::-1], "1", "0", "30", "0.5", "-1")
     nothing = [()] if flag.is_list else [None] if flag.optional else [""] if flag.is_text else []
@@ -29,13 +41,16 @@ def candidates(name: str) -> list[Any]:
 
 
 def settings(part: str, meet: bool) -> dict[str, Any]:
-    """Return options that meet the first alternative of a condition without `and`, or break all of them."""
+    """Return options that meet the first alternative of a condition without `and`, or break all of
+    them."""
     found = {}
     for alternative in part.split(" or "):
         name, sign, values = re.findall(r"^(\w+)(!?=|)(.*)$", alternative)[0]
         listed = [parsed(name, text) for text in values.split("|")] if sign else FALSY
         any_of_them = (sign == "=") == meet
-        found[name] = next(value for value in (*candidates(name), *listed) if (value in listed) == any_of_them)
+        found[name] = next(
+            value for value in (*candidates(name), *listed) if (value in listed) == any_of_them
+        )
         if meet:
             break
     return found
@@ -50,20 +65,28 @@ def parts(condition: str) -> list[str]:
 
 
 def test_options_without_effect_are_named_with_the_reason() -> None:
-    """Each part of each `idle_unless` alone causes one warning with the options to change; met, it causes none."""
+    """Each part of each `idle_unless` alone causes one warning with the options to change; met, it
+    causes none."""
     for name, flag in FLAGS.items():
         conditions = parts(flag.idle_unless)
         for broken in (*conditions, None) if conditions else ():
             values = {**BASE, name: changed(name)}
             for part in conditions:
                 values |= settings(part, part != broken)
-            lines = [line for line in warnings(unflatten(values)) if line.startswith(f"--{name} has no effect ")]
+            lines = [
+                line
+                for line in warnings(unflatten(values))
+                if line.startswith(f"--{name} has no effect ")
+            ]
             assert len(lines) == (broken is not None), (name, broken, lines)
-            assert all(f"--{other}" in lines[0] for other in (settings(broken, False) if broken else ())), lines
+            assert all(
+                f"--{other}" in lines[0] for other in (settings(broken, False) if broken else ())
+            ), lines
 
 
 def test_broken_rules_are_refused_with_reason_and_fix() -> None:
-    """Each rule of `needs` and `excludes`, where it applies: one line if it is broken, none if it is met."""
+    """Each rule of `needs` and `excludes`, where it applies: one line if it is broken, none if it
+    is met."""
     for name, flag in FLAGS.items():
         rules = [(rule, True) for rule in flag.needs] + [(rule, False) for rule in flag.excludes]
         for rule, needed in rules:
@@ -71,7 +94,15 @@ def test_broken_rules_are_refused_with_reason_and_fix() -> None:
                 values = {**BASE, name: changed(name), **settings(rule.condition, needed != broken)}
                 for part in parts(rule.when):
                     values |= settings(part, True)
-                lines = [problem.message for problem in declared(Draft(**values)) if rule.why in problem.message]
+                lines = [
+                    problem.message
+                    for problem in declared(Draft(**values))
+                    if rule.why in problem.message
+                ]
                 assert len(lines) == broken, (name, rule, lines)
-                fix = rule.fix or (f", or leave {name} out" if needed else "leave one of the two out")
-                assert all(line.startswith(f"--{name}=") and line.endswith(fix) for line in lines), lines
+                fix = rule.fix or (
+                    f", or leave {name} out" if needed else "leave one of the two out"
+                )
+                assert all(
+                    line.startswith(f"--{name}=") and line.endswith(fix) for line in lines
+                ), lines

@@ -1,4 +1,5 @@
-"""Options of the multi-stage engine and of profiles: values with a syntax of their own, contradictions, warnings."""
+"""Options of the multi-stage engine and of profiles: values with a syntax of their own,
+contradictions, warnings."""
 
 from typing import Any
 
@@ -41,7 +42,11 @@ def cautions(*argv: str, launched: int = 2) -> list[str]:
 GOOD: dict[str, dict[str, Any]] = {
     "layers_per_stage": {"1": 1.0, "1.5": 1.5, "1e3": 1000.0, "auto": "auto", "AUTO": "auto"},
     "zero_stage": {"1": 1, "2": 2, "3": 3, "auto": "auto", "Auto": "auto", "none": 1},
-    "freeze": {"blocks.0": ("blocks.0",), "blocks.0,*.bias": ("blocks.0", "*.bias"), "a  b": ("a", "b")},
+    "freeze": {
+        "blocks.0": ("blocks.0",),
+        "blocks.0,*.bias": ("blocks.0", "*.bias"),
+        "a  b": ("a", "b"),
+    },
     "lr_scales": {"embedding:0.1": ("embedding:0.1",), "a:0 *:2,a:1e-3": ("a:0", "*:2", "a:1e-3")},
     "mlp_recompute_level": {
         "activation": "activation",
@@ -66,7 +71,10 @@ BAD: dict[str, dict[str, str]] = {
         "optim": "not an integer",
     },
     "stages_per_pipeline_stage": {"2": "must be 1: write more --layers_per_stage"},
-    "freeze": {"blocks.0:0": "no name has a colon; write scales as --lr_scales=blocks.0:0", "a,,b": "empty"},
+    "freeze": {
+        "blocks.0:0": "no name has a colon; write scales as --lr_scales=blocks.0:0",
+        "a,,b": "empty",
+    },
     "lr_scales": {
         "embedding": "--lr_scales=embedding: write <pattern of the names>:<scale>",
         ":2": "write <pattern",
@@ -101,18 +109,26 @@ BAD: dict[str, dict[str, str]] = {
 
 
 def test_good_values() -> None:
-    """A legal value arrives in the resolved configuration; resolving it again or printing it changes nothing."""
-    for name, text, meaning in ((name, *pair) for name, texts in GOOD.items() for pair in texts.items()):
+    """A legal value arrives in the resolved configuration; resolving it again or printing it
+    changes nothing."""
+    for name, text, meaning in (
+        (name, *pair) for name, texts in GOOD.items() for pair in texts.items()
+    ):
         config = resolved(f"--{name}={text}", *COMPLETE)
         found = flatten(config)[name]
         assert found == meaning and type(found) is type(meaning), (name, text)
         assert resolve(config, 1) == config, (name, text)
-        assert any(name in line.split()[:2] for line in banners(config, {})[0].splitlines()), (name, text)
+        assert any(name in line.split()[:2] for line in banners(config, {})[0].splitlines()), (
+            name,
+            text,
+        )
 
 
 def test_bad_values() -> None:
     """An illegal value causes one line that starts with the flag and gives the rule."""
-    for name, text, words in ((name, *pair) for name, texts in BAD.items() for pair in texts.items()):
+    for name, text, words in (
+        (name, *pair) for name, texts in BAD.items() for pair in texts.items()
+    ):
         line = problem(f"--{name}={text}")
         assert line.startswith(f"--{name}=") and words in line, line
 
@@ -124,7 +140,8 @@ BF16 = ("--training_dtype=bf16", "--split_master_weights=1", "--num_layers=4")
 
 
 def test_master_weights_can_be_split() -> None:
-    """bf16 training with one weight buffer per stage is accepted (a tied embedding always has its own)."""
+    """bf16 training with one weight buffer per stage is accepted (a tied embedding always has its
+    own)."""
     for argv in (
         "",
         "--zero_stage=2",
@@ -173,18 +190,30 @@ def test_world_size_of_a_dry_run() -> None:
     line = problem(*model, "--world_size=3")
     assert line.startswith("--batch_size=128 on 3 ranks") and "nearest: 126 or 129" in line
     config = parse(["--world_size=8"]).config
-    assert planned_world_size(config, 2) == 2  # without --dry_run=1 it is refused, and counts for nothing
+    assert (
+        planned_world_size(config, 2) == 2
+    )  # without --dry_run=1 it is refused, and counts for nothing
 
 
 def test_errors_of_a_dry_run_count_its_ranks() -> None:
-    """Contradictions reported together with other errors also use --world_size, if it can be read."""
+    """Contradictions reported together with other errors also use --world_size, if it can be
+    read."""
     for flags, contradiction in (
         (("--world_size=128",), False),
         (("--world_size=3",), True),
         (("--world_size=x",), False),
     ):
         with pytest.raises(UsageError) as caught:
-            parse(["--dry_run=1", "--batch_size=128", "--micro_batch_size=1", "--lr=x", *flags, *COMPLETE])
+            parse(
+                [
+                    "--dry_run=1",
+                    "--batch_size=128",
+                    "--micro_batch_size=1",
+                    "--lr=x",
+                    *flags,
+                    *COMPLETE,
+                ]
+            )
         assert ("nearest" in str(caught.value)) == contradiction
 
 
@@ -222,7 +251,14 @@ def test_dry_run_needs_neither_data_nor_a_folder() -> None:
 def test_patterns_of_learning_rates() -> None:
     """Scales keep their order, and frozen patterns follow, because the last match counts."""
     scales = lr_scale_patterns(("head", "*.bias"), ("*:2", "head:0.5", "x:y:1e-2", "head:3"))
-    assert scales == [("*", 2.0), ("head", 0.5), ("x:y", 0.01), ("head", 3.0), ("head", 0.0), ("*.bias", 0.0)]
+    assert scales == [
+        ("*", 2.0),
+        ("head", 0.5),
+        ("x:y", 0.01),
+        ("head", 3.0),
+        ("head", 0.0),
+        ("*.bias", 0.0),
+    ]
     assert lr_scale_patterns((), ()) == []
 
 
@@ -284,11 +320,15 @@ def test_idle_options(argv: str, reason: str) -> None:
 
 
 def test_buffers_on_one_rank() -> None:
-    """One rank's shards are the full tensors: with the dtype of the buffers, there is nothing to share."""
+    """One rank's shards are the full tensors: with the dtype of the buffers, there is nothing to
+    share."""
     idle = "has no effect on one rank{}: the shards are the full tensors"
     argv = ("--zero_stage=3", "--num_weight_buffers=1", "--num_grad_buffers=1")
     gradients = "--num_grad_buffers " + idle.format("")
-    assert cautions(*argv, launched=1) == ["--num_weight_buffers " + idle.format(" in fp32 training"), gradients]
+    assert cautions(*argv, launched=1) == [
+        "--num_weight_buffers " + idle.format(" in fp32 training"),
+        gradients,
+    ]
     weights = "--num_weight_buffers=1 is used; --zero_stage=3 by itself would set 2"
     assert cautions(*argv, "--training_dtype=bf16", launched=1) == [weights, gradients]
     assert cautions(*argv, "--batch_size=12", launched=3) == [
@@ -320,8 +360,11 @@ def test_no_caution_without_reason() -> None:
 
 
 def test_automatic_values_survive() -> None:
-    """`auto` is resolved later, when the device is known; until then it is neither replaced nor compared."""
-    config = resolved("--zero_stage=auto", "--layers_per_stage=auto", "--num_grad_buffers=1", *COMPLETE)
+    """`auto` is resolved later, when the device is known; until then it is neither replaced nor
+    compared."""
+    config = resolved(
+        "--zero_stage=auto", "--layers_per_stage=auto", "--num_grad_buffers=1", *COMPLETE
+    )
     assert (config.multi_stage.zero_stage, config.multi_stage.layers_per_stage) == ("auto", "auto")
     lines = banners(config, {})[0].splitlines()
     for name in ("zero_stage", "layers_per_stage"):
@@ -330,18 +373,29 @@ def test_automatic_values_survive() -> None:
 
 def test_words_are_for_their_options_only() -> None:
     """A configuration made in Python obeys the same rules as a command line."""
-    for name, wrong in (("zero_stage", "2"), ("layers_per_stage", "none"), ("num_layers", "auto"), ("lr", "auto")):
+    for name, wrong in (
+        ("zero_stage", "2"),
+        ("layers_per_stage", "none"),
+        ("num_layers", "auto"),
+        ("lr", "auto"),
+    ):
         with pytest.raises(UsageError, match=f"--{name}={wrong}: must be "):
             resolve(unflatten({"dataset_source": "random", name: wrong}), 1)
 
 
 def test_number_of_stages_is_that_of_the_split() -> None:
-    """The arithmetic without torch agrees with the split itself, where quotients and products round apart, too."""
+    """The arithmetic without torch agrees with the split itself, where quotients and products round
+    apart, too."""
     for num_layers in range(1, 65):
         for hundredths in (*range(100, 400), 777, 6400, 10**6):
             split = split_into_stages(num_layers, hundredths / 100)
-            assert number_of_stages(num_layers, hundredths / 100) == len(split), (num_layers, hundredths)
-    assert number_of_stages(2**53 + 1, 1.0) == 2**53 + 4  # no loop over the stages, whatever rounding does
+            assert number_of_stages(num_layers, hundredths / 100) == len(split), (
+                num_layers,
+                hundredths,
+            )
+    assert (
+        number_of_stages(2**53 + 1, 1.0) == 2**53 + 4
+    )  # no loop over the stages, whatever rounding does
 
 
 def test_ranks_to_profile_exist() -> None:
@@ -360,14 +414,23 @@ def test_ranks_to_profile_exist() -> None:
         ({"profile_cpu": True}, None),
         ({"profile_schedule": True}, None),
         ({"profile_schedule": True, "profile_skip": 18}, None),
-        ({"profile_cpu": True, "profile_skip": 19}, "no iteration is profiled, as the run ends after 20"),
+        (
+            {"profile_cpu": True, "profile_skip": 19},
+            "no iteration is profiled, as the run ends after 20",
+        ),
         (
             {"profile_schedule": True, "experiment_dir": None},
             "--profile_schedule has no effect without --experiment_dir",
         ),
     ],
 )
-def test_profiles_without_a_result_are_pointed_out(options: dict[str, Any], warning: str | None) -> None:
+def test_profiles_without_a_result_are_pointed_out(
+    options: dict[str, Any], warning: str | None
+) -> None:
     """One warning each, and none for what leaves a file or a line."""
-    found = [line for line in warnings(tiny_config(1, **{"experiment_dir": "runs/x", **options})) if "profile" in line]
+    found = [
+        line
+        for line in warnings(tiny_config(1, **{"experiment_dir": "runs/x", **options}))
+        if "profile" in line
+    ]
     assert len(found) == (warning is not None) and (not warning or warning in found[0]), found

@@ -34,7 +34,10 @@ def test_the_base_has_two_names() -> None:
         (dict(), (None,) * 10),
         (dict(rope_type="linear", rope_factor=2.0), (2.0, *(None,) * 9)),
         (dict(rope_type="llama3", rope_factor=8.0), (8.0, 2048, 1.0, 4.0, *(None,) * 6)),
-        (dict(rope_type="yarn", rope_factor=4.0), (4.0, 2048, None, None, 32.0, 1.0, None, None, None, True)),
+        (
+            dict(rope_type="yarn", rope_factor=4.0),
+            (4.0, 2048, None, None, 32.0, 1.0, None, None, None, True),
+        ),
         (
             dict(rope_type="yarn", rope_original_max_position_embeddings=512, rope_truncate=False),
             (4.0, 512, None, None, 32.0, 1.0, None, None, None, False),
@@ -46,7 +49,9 @@ def test_the_base_has_two_names() -> None:
     ],
     ids=str,
 )
-def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(options: dict[str, Any], filled: tuple[Any, ...]) -> None:
+def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(
+    options: dict[str, Any], filled: tuple[Any, ...]
+) -> None:
     found = model(**options)
     names = [name for name in vars(found) if name.startswith("rope_") and name != "rope_type"]
     assert filled == tuple(getattr(found, name) for name in names)

@@ -1,4 +1,5 @@
-"""Sizes that no machine can hold, or that --tensor_parallel does not divide, are refused before anything starts."""
+"""Sizes that no machine can hold, or that --tensor_parallel does not divide, are refused before
+anything starts."""
 
 import os
 import random
@@ -25,20 +26,26 @@ from tests.support.harness import TINY
 from tests.support.tables import rows
 
 SMALL = "--num_layers=2 --hidden_size=32 --num_attention_heads=2 --sequence_length=16 --vocab_size=64 --train_iters=2"
-INTEGERS = [flag.name for flag in FLAGS.values() if flag.kind in ("int", "list of int") or flag.words]
+INTEGERS = [
+    flag.name for flag in FLAGS.values() if flag.kind in ("int", "list of int") or flag.words
+]
 
 
 def planned(*words: str, ranks: int = 2) -> None:
-    arguments = parse([*SMALL.split(), "--micro_batch_size=1", "--dataset_source=random", "--dry_run", *words])
+    arguments = parse(
+        [*SMALL.split(), "--micro_batch_size=1", "--dataset_source=random", "--dry_run", *words]
+    )
     config = resolve(arguments.config, ranks)
     check_passes(config)
     dry_run(config, arguments.config, ranks, arguments.notes, (), prints=True)
 
 
-@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))]
+)
 def test_every_integer_option_at_once(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option, with one of three values in turn, is legal and planned, or refused in one error of ours; neither takes
-    long."""
+    """An option, with one of three values in turn, is legal and planned, or refused in one error of
+    ours; neither takes long."""
     monkeypatch.setattr(search, "SEARCH_S", 0.0)
     assert len(INTEGERS) > 60
     slow = []
@@ -56,12 +63,21 @@ def test_every_integer_option_at_once(turn: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hidden_size=1000000000 --num_attention_heads=1000", "--hidden_size=1000000000, --ffn_hidden_size=4000"),
-        (f"--vocab_size={2**62}", f"--vocab_size={2**62}, --hidden_size=32: the model would have 1.5e+20 weights"),
+        (
+            "--hidden_size=1000000000 --num_attention_heads=1000",
+            "--hidden_size=1000000000, --ffn_hidden_size=4000",
+        ),
+        (
+            f"--vocab_size={2**62}",
+            f"--vocab_size={2**62}, --hidden_size=32: the model would have 1.5e+20 weights",
+        ),
         (f"--batch_size={2**60}", f"--batch_size={2**60}, --micro_batch_size=1: a step would pass"),
         (f"--train_iters={2**62}", "more than 2**62 samples"),
         (f"--micro_batch_size={2**50}", "a tensor of a micro-batch would have"),
-        (f"--micro_batch_size={2**31}", f"--micro_batch_size={2**31}: a micro-batch has at most 262,144 samples"),
+        (
+            f"--micro_batch_size={2**31}",
+            f"--micro_batch_size={2**31}: a micro-batch has at most 262,144 samples",
+        ),
         (
             f"--batch_size={2**32} --validation_iters=1 --eval_micro_batch_size={2**31}",
             f"--eval_micro_batch_size={2**31}: a micro-batch has at most",
@@ -72,22 +88,32 @@ def test_one_line_names_the_sizes(flags: str, words: str) -> None:
     """The line names the options whose product is too large, and what to write."""
     with pytest.raises(UsageError) as caught:
         planned(*flags.split())
-    assert words in str(caught.value) and "write" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and "write" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_a_file_describes_no_larger_model() -> None:
     """A hostile config.json is refused before a layer is declared."""
-    with pytest.raises(RunError, match=r"it describes a model that cannot be built: .* 1\.4e\+20 weights"):
+    with pytest.raises(
+        RunError, match=r"it describes a model that cannot be built: .* 1\.4e\+20 weights"
+    ):
         resolved_model({"hidden_size": 10**9, "num_attention_heads": 1000}, "folder")
 
 
 def test_a_tensor_that_cannot_be_addressed_is_out_of_memory() -> None:
     """The backend's error about it is a lack of memory, not a defect of the program."""
-    error = as_run_error(RuntimeError("Storage size calculation overflowed with sizes=[3000000000, 4000000000]"))
+    error = as_run_error(
+        RuntimeError("Storage size calculation overflowed with sizes=[3000000000, 4000000000]")
+    )
     assert isinstance(error, OutOfMemoryError)
 
 
-GOOD = "--tensor_parallel=4 --num_attention_heads=4 --ffn_hidden_size=64 --sequence_tensor_parallel=1"
+GOOD = (
+    "--tensor_parallel=4 --num_attention_heads=4 --ffn_hidden_size=64 --sequence_tensor_parallel=1"
+)
 # Ranks of the run, flags on top of GOOD, and the one line.
 CASES = """
 6
@@ -142,12 +168,18 @@ def test_one_line_with_flag_value_rule_and_fix(case: str, line: str) -> None:
 
 
 def test_the_fix_is_legal() -> None:
-    """The --tensor_parallel of every line can be written, and no options raise anything but one of our errors."""
+    """The --tensor_parallel of every line can be written, and no options raise anything but one of
+    our errors."""
     draw, fixes = random.Random(0), 0
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 61, 64, 1000, 2**31, 2**62]
     names = "tensor_parallel num_attention_heads head_groups ffn_hidden_size sequence_length vocab_size kv_channels"
     for _ in range(200):
-        options: dict[str, Any] = {**TINY, "vocab_size": 2**20, "batch_size": None, "kv_channels": 2}
+        options: dict[str, Any] = {
+            **TINY,
+            "vocab_size": 2**20,
+            "batch_size": None,
+            "kv_channels": 2,
+        }
         options |= {name: draw.choice(sizes) for name in names.split() if draw.random() < 0.6}
         options |= {"sequence_tensor_parallel": draw.random() < 0.5, "gated": draw.random() < 0.5}
         options |= {"update_rms_clip": 1.0 if draw.random() < 0.2 else None}
@@ -155,12 +187,19 @@ def test_the_fix_is_legal() -> None:
         _, problems = examine(unflatten(options), ranks)
         mine = ("tensor_parallel", "sequence_tensor_parallel")
         messages = [each.message for each in problems if each.names[0] in mine]
-        found = {int(number) for line in messages for number in re.findall(r"write --tensor_parallel=(\d+)", line)}
+        found = {
+            int(number)
+            for line in messages
+            for number in re.findall(r"write --tensor_parallel=(\d+)", line)
+        }
         assert len(found) <= 1 and not any("\n" in message for message in messages)
         for fix in found:
             fixes += 1
             _, left = examine(unflatten({**options, "tensor_parallel": fix}), ranks)
-            assert not [each for each in left if "write --tensor_parallel" in each.message], (options, ranks)
+            assert not [each for each in left if "write --tensor_parallel" in each.message], (
+                options,
+                ranks,
+            )
     assert fixes > 50
 
 
@@ -170,7 +209,9 @@ def test_an_enormous_number_takes_no_time() -> None:
     assert problems and time.thread_time() - began < 0.5
 
 
-@pytest.mark.parametrize(("ranks", "local", "warned"), [(1, 3, 0), (2, 4, 0), (4, 4, 0), (8, 4, 1), (2, 3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "local", "warned"), [(1, 3, 0), (2, 4, 0), (4, 4, 0), (8, 4, 1), (2, 3, 1)]
+)
 def test_layers_shared_by_machines_are_warned_of(ranks: int, local: int, warned: int) -> None:
     config: Any = SimpleNamespace(distributed=SimpleNamespace(tensor_parallel=ranks))
     distributed: Any = SimpleNamespace(local_world_size=local)
@@ -180,8 +221,14 @@ def test_layers_shared_by_machines_are_warned_of(ranks: int, local: int, warned:
 
 
 def test_ranks_report_before_they_meet() -> None:
-    """Under a launcher whose store nobody serves, ranks end at once; the first one of a machine prints the line."""
-    variables = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    """Under a launcher whose store nobody serves, ranks end at once; the first one of a machine
+    prints the line."""
+    variables = {
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "6",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
     line = [f"--{name}={value}" for name, value in TINY.items()]
     command = [sys.executable, "pretrain_gpt.py", *line, "--tensor_parallel=4"]
     started = [

@@ -1,4 +1,5 @@
-"""Derived values, the batch arithmetic compared with a brute-force search, and every contradiction."""
+"""Derived values, the batch arithmetic compared with a brute-force search, and every
+contradiction."""
 
 import dataclasses
 import itertools
@@ -45,23 +46,40 @@ def cautions(**options: Any) -> list[str]:
 
 def test_model_defaults() -> None:
     """Missing options of the model follow from the others."""
-    model = resolved(hidden_size=96, num_attention_heads=6, num_layers=8, sequence_length=4096).model
+    model = resolved(
+        hidden_size=96, num_attention_heads=6, num_layers=8, sequence_length=4096
+    ).model
     assert (model.head_groups, model.kv_channels, model.ffn_hidden_size) == (6, 16, 384)
-    assert (model.activation_type, model.use_position_embeddings, model.max_position_embeddings) == ("gelu", True, 4096)
-    assert model.init_method_std == model.init_method_std_embed == model.init_method_std_qkv == 96**-0.5
+    assert (
+        model.activation_type,
+        model.use_position_embeddings,
+        model.max_position_embeddings,
+    ) == ("gelu", True, 4096)
+    assert (
+        model.init_method_std
+        == model.init_method_std_embed
+        == model.init_method_std_qkv
+        == 96**-0.5
+    )
     assert model.init_method_std_mlp_1 == 96**-0.5
     assert model.init_method_std_mlp_2 == model.init_method_std_attn_proj == 96**-0.5 / 4.0
-    gated = resolved(gated=True, use_rotary_embeddings=True, sequence_length=16, init_method_std=0.5).model
+    gated = resolved(
+        gated=True, use_rotary_embeddings=True, sequence_length=16, init_method_std=0.5
+    ).model
     assert (gated.activation_type, gated.use_position_embeddings) == ("silu", False)
     assert gated.max_position_embeddings == 16
-    scaled = dict(use_rotary_embeddings=True, rope_type="llama3", rope_factor=8.0, sequence_length=16)
+    scaled = dict(
+        use_rotary_embeddings=True, rope_type="llama3", rope_factor=8.0, sequence_length=16
+    )
     assert resolved(**scaled).model.rope_original_max_position_embeddings == 2048
     assert (gated.init_method_std_embed, gated.init_method_std_mlp_2) == (0.5, 0.5 / 24**0.5)
 
 
 def test_other_defaults() -> None:
     """Schedule, loss scale, workers, split and names are derived."""
-    config = resolved(train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5)
+    config = resolved(
+        train_iters=50, experiment_dir="/runs/mistral/", split=(9.0, 1.0), wandb_status_interval=5
+    )
     assert (config.learning_rate.lr_decay_iters, config.learning_rate.min_lr) == (50, 0.0)
     assert (config.optimizer.loss_scale, config.multi_stage.zero_stage) == (1.0, 1)
     assert (config.data.prefetch_factor, config.data.split) == (2, (9.0, 1.0, 0.0))
@@ -75,10 +93,11 @@ def test_other_defaults() -> None:
 
 
 def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield all ways to complete `options` to batch = micro * depth * breadth * world_size, by the design's rule.
+    """Yield all ways to complete `options` to batch = micro * depth * breadth * world_size, by the
+    design's rule.
 
-    If batch or micro is missing, missing micro-batch counts are 1 (and sequential, if given, is all depth-first);
-    if both are given, the counts follow from them, all depth-first by default.
+    If batch or micro is missing, missing micro-batch counts are 1 (and sequential, if given, is all
+    depth-first); if both are given, the counts follow from them, all depth-first by default.
     """
     both = "batch_size" in options and "micro_batch_size" in options
     for depth, breadth in itertools.product(range(1, 13), repeat=2):
@@ -86,24 +105,33 @@ def solutions(options: dict[str, int], world_size: int) -> Iterator[tuple[int, i
             free = {"depth_first_micro_batches": depth, "breadth_first_micro_batches": breadth}
             if any(count != 1 for name, count in free.items() if name not in options):
                 continue
-        elif not {"depth_first_micro_batches", "breadth_first_micro_batches"} & set(options) and breadth != 1:
+        elif (
+            not {"depth_first_micro_batches", "breadth_first_micro_batches"} & set(options)
+            and breadth != 1
+        ):
             continue
         sizes = [options["micro_batch_size"]] if "micro_batch_size" in options else range(1, 13)
         if "batch_size" not in options and "micro_batch_size" not in options:
             sizes = [1]
         for micro in sizes:
             full = (micro * depth * breadth * world_size, micro, depth, breadth, depth * breadth)
-            if all(options.get(name, number) == number for name, number in zip(BATCH, full, strict=True)):
+            if all(
+                options.get(name, number) == number
+                for name, number in zip(BATCH, full, strict=True)
+            ):
                 yield full
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_batch_arithmetic_against_search(world_size: int) -> None:
-    """All small combinations give the one solution if there is one, else an error with the flags."""
+    """All small combinations give the one solution if there is one, else an error with the
+    flags."""
     choices = ((None, 1, 4, 6, 12), (None, 1, 2, 3), (None, 1, 2, 3), (None, 1, 2), (None, 1, 2, 4))
     good = 0
     for numbers in itertools.product(*choices):
-        options = {name: number for name, number in zip(BATCH, numbers, strict=True) if number is not None}
+        options = {
+            name: number for name, number in zip(BATCH, numbers, strict=True) if number is not None
+        }
         expected = list(solutions(options, world_size))
         assert len(expected) <= 1, (options, expected)
         if expected:
@@ -130,7 +158,9 @@ def test_impossible_batches_name_possible_ones() -> None:
     message = only_problem(1, batch_size=7, micro_batch_size=1, breadth_first_micro_batches=3)
     assert message.endswith("set --batch_size to 6 or 9")
     message = only_problem(1, batch_size=8, micro_batch_size=2, sequential_micro_batches=3)
-    assert message.endswith("is 4, not 3; leave sequential_micro_batches out or write --batch_size=6")
+    assert message.endswith(
+        "is 4, not 3; leave sequential_micro_batches out or write --batch_size=6"
+    )
     message = only_problem(1, sequential_micro_batches=5, depth_first_micro_batches=2)
     assert "multiple of 2, and 5 is not" in message
     for batch in (4, 6, 8, 9, 10, 20):
@@ -148,7 +178,9 @@ def test_huge_batches() -> None:
 def test_cross_entropy_splits() -> None:
     """The loss of a micro-batch cannot have more chunks than tokens."""
     resolved(micro_batch_size=2, sequence_length=8, cross_entropy_splits=16)
-    assert "only 16 tokens" in only_problem(micro_batch_size=2, sequence_length=8, cross_entropy_splits=17)
+    assert "only 16 tokens" in only_problem(
+        micro_batch_size=2, sequence_length=8, cross_entropy_splits=17
+    )
 
 
 # --- Contradictions
@@ -166,18 +198,36 @@ def test_cross_entropy_splits() -> None:
         (dict(head_groups=16), "--num_attention_heads=8, --head_groups=16: "),
         (dict(kv_channels=7, use_rotary_embeddings=True), "write an even --kv_channels"),
         (dict(hidden_size=8, use_rotary_embeddings=True), "write an even --kv_channels"),
-        (dict(max_position_embeddings=100), "write --sequence_length=100, or --max_position_embeddings=2048"),
+        (
+            dict(max_position_embeddings=100),
+            "write --sequence_length=100, or --max_position_embeddings=2048",
+        ),
         (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the learning rate would rise"),
-        (dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0), "first loss scale is below"),
+        (
+            dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0),
+            "first loss scale is below",
+        ),
         (dict(split=()), "--split=: takes up to three proportions"),
         (dict(split=(0.0, 0.0)), "with a positive sum"),
         (dict(split=(1.0, 1.0, 1.0, 1.0)), "takes up to three"),
         (dict(split=(1e308, 1e308)), "with a positive sum"),
         (dict(dataset_source="list"), "--data_path is missing"),
-        (dict(dataset_source="list", data_path=("a",), train_iters=1, split=(0.0, 1.0)), "left for training"),
-        (dict(dataset_source="list", data_path=("a",), validation_iters=1, split=(1.0,)), "left for validation"),
-        (dict(dataset_source="list", data_path=("a",), test_iters=1, split=(9998.0, 2.0, 0.0)), "left for test"),
-        (dict(dataset_source="list", data_path=("0.5", "a", "b")), "write a weight before every prefix"),
+        (
+            dict(dataset_source="list", data_path=("a",), train_iters=1, split=(0.0, 1.0)),
+            "left for training",
+        ),
+        (
+            dict(dataset_source="list", data_path=("a",), validation_iters=1, split=(1.0,)),
+            "left for validation",
+        ),
+        (
+            dict(dataset_source="list", data_path=("a",), test_iters=1, split=(9998.0, 2.0, 0.0)),
+            "left for test",
+        ),
+        (
+            dict(dataset_source="list", data_path=("0.5", "a", "b")),
+            "write a weight before every prefix",
+        ),
         (dict(checkpoint_interval=5), "--checkpoint_interval=5: there is nowhere to save"),
         (
             dict(trackers=("tensorboard",)),
@@ -235,7 +285,9 @@ def test_legal_combinations(options: dict[str, Any]) -> None:
 
 def test_all_problems_together() -> None:
     """One error lists every problem, one per line."""
-    lines = problems(2, hidden_size=100, min_lr=1.0, batch_size=3, checkpoint_interval=1, head_groups=3)
+    lines = problems(
+        2, hidden_size=100, min_lr=1.0, batch_size=3, checkpoint_interval=1, head_groups=3
+    )
     assert len(lines) == 5
 
 
@@ -269,7 +321,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield combinations that cover every pair of values of any two options: greedily the best of a few random rows."""
+    """Yield combinations that cover every pair of values of any two options: greedily the best of a
+    few random rows."""
     names = list(OPTIONS)
     left = {
         ((a, i), (b, j))
@@ -280,7 +333,9 @@ def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
     while left:
         (first, second) = min(left)
         rows = [
-            {name: generator.randrange(len(OPTIONS[name])) for name in names} | dict((first, second)) for _ in range(8)
+            {name: generator.randrange(len(OPTIONS[name])) for name in names}
+            | dict((first, second))
+            for _ in range(8)
         ]
         covered = [left & set(itertools.combinations(row.items(), 2)) for row in rows]
         best = max(range(len(rows)), key=lambda place: len(covered[place]))
@@ -289,16 +344,21 @@ def covering_array(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def test_pairs_of_options() -> None:
-    """About a hundred combinations with every pair of values, and as many random ones near the defaults, give either a
-    UsageError or a complete configuration that keeps given values, resolves to itself and has printable warnings."""
+    """About a hundred combinations with every pair of values, and as many random ones near the
+    defaults, give either a UsageError or a complete configuration that keeps given values, resolves
+    to itself and has printable warnings."""
     generator = random.Random(0)
     rows = list(covering_array(generator))
     for _ in range(400):
         names = generator.sample(list(OPTIONS), 4)
         rows.append({name: generator.choice(OPTIONS[name]) for name in names})
-    # Never None once resolved: options whose type says so, and those that follow from other options.
+    # Never None once resolved: options whose type says so, and those that follow from other
+    # options.
     known = {
-        field.name for area in AREAS.values() for field in dataclasses.fields(area) if "None" not in str(field.type)
+        field.name
+        for area in AREAS.values()
+        for field in dataclasses.fields(area)
+        if "None" not in str(field.type)
     }
     known |= {*BATCH, "export_dtype", "lr_decay_iters", "min_lr", "wandb_post_alerts", "zero_stage"}
     good = 0
@@ -313,11 +373,16 @@ def test_pairs_of_options() -> None:
             good += 1
             values = flatten(config)
             assert not {name for name, value in values.items() if value is None} & known
-            changed = {name for name, value in row.items() if value is not None and values[name] != value}
+            changed = {
+                name for name, value in row.items() if value is not None and values[name] != value
+            }
             assert changed <= {"split"}
             batch = config.batch
             assert batch.micro_batch_size is not None and batch.sequential_micro_batches is not None
-            assert batch.batch_size == batch.micro_batch_size * batch.sequential_micro_batches * world_size
+            assert (
+                batch.batch_size
+                == batch.micro_batch_size * batch.sequential_micro_batches * world_size
+            )
             assert resolve(config, world_size) == config
             assert all(isinstance(line, str) for line in warnings(config))
     assert good > 200
@@ -356,14 +421,20 @@ def test_bad_weighted_paths(words: str) -> None:
         (dict(lr=0.0), "learning rate is 0"),
         (dict(training_dtype="fp16", loss_scale=8.0), "constant loss scale"),
         (dict(use_position_embeddings=False), "neither rotary nor learned"),
-        (dict(use_rotary_embeddings=True, max_position_embeddings=16), "exports state the longer one"),
+        (
+            dict(use_rotary_embeddings=True, max_position_embeddings=16),
+            "exports state the longer one",
+        ),
         (dict(window_size=2048), "--window_size has no effect"),
         (dict(min_lr=1e-5), "--min_lr has no effect with --lr_decay_style=constant"),
         (dict(lr_decay_iters=5), "--lr_decay_iters has no effect"),
         (dict(hysteresis=3), "--hysteresis has no effect with --training_dtype=fp32"),
         (
             dict(
-                use_rotary_embeddings=True, rope_type="yarn", rope_factor=2.0, rope_original_max_position_embeddings=9
+                use_rotary_embeddings=True,
+                rope_type="yarn",
+                rope_factor=2.0,
+                rope_original_max_position_embeddings=9,
             ),
             "--rope_factor=2: max_position_embeddings 2048 is neither rope_original",
         ),
@@ -380,7 +451,8 @@ def test_warnings(options: dict[str, Any], text: str) -> None:
 
 
 def test_no_warnings_without_reason() -> None:
-    """Defaults and the tutorial's settings cause no warning; a run without a directory causes one."""
+    """Defaults and the tutorial's settings cause no warning; a run without a directory causes
+    one."""
     assert cautions() == cautions(experiment_name="run", num_workers=2, prefetch_factor=2) == []
     typed = (
         "--training_dtype=bf16 --lr_decay_style=cosine --min_lr=1e-05 --lr_decay_iters=5 --wandb_entity_name=me "
@@ -410,12 +482,28 @@ SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
     (2, dict(batch_size_schedule=("0:32", "10:64"), micro_batch_size=4), "64 4 8 1 8"),
     (2, dict(batch_size_schedule=("0:32", "10:64"), sequential_micro_batches=8), "64 4 8 1 8"),
     (1, dict(batch_size_schedule=("0:32", "10:64"), batch_size=64), "64 32 2 1 2"),  # as resolved
-    (2, dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True), "13 3 3 1 3"),
+    (
+        2,
+        dict(batch_size_schedule=("0:5", "10:13"), allow_nondivisible_batch_size=True),
+        "13 3 3 1 3",
+    ),
     # a group of a pipeline divides every size; with padding, it adds none
     (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2), "8 4 2 1 2"),
-    (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, micro_batch_size=1), "8 1 2 4 8"),
-    (4, dict(batch_size_schedule=("0:24", "6:36"), pipeline_parallel=2, micro_batch_size=2), "36 2 3 3 9"),
-    (2, dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, sequential_micro_batches=4), "8 2 2 2 4"),
+    (
+        2,
+        dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, micro_batch_size=1),
+        "8 1 2 4 8",
+    ),
+    (
+        4,
+        dict(batch_size_schedule=("0:24", "6:36"), pipeline_parallel=2, micro_batch_size=2),
+        "36 2 3 3 9",
+    ),
+    (
+        2,
+        dict(batch_size_schedule=("0:4", "6:8"), pipeline_parallel=2, sequential_micro_batches=4),
+        "8 2 2 2 4",
+    ),
     (
         2,
         dict(batch_size_schedule=("0:5", "6:9"), pipeline_parallel=2, micro_batch_size=2)
@@ -426,16 +514,27 @@ SCHEDULES: list[tuple[int, dict[str, Any], str]] = [
     (2, dict(batch_size=13, micro_batch_size=2, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
     (
         2,
-        dict(batch_size=13, micro_batch_size=2, breadth_first_micro_batches=3, allow_nondivisible_batch_size=True),
+        dict(
+            batch_size=13,
+            micro_batch_size=2,
+            breadth_first_micro_batches=3,
+            allow_nondivisible_batch_size=True,
+        ),
         "13 2 2 3 6",
     ),
-    (2, dict(batch_size=13, sequential_micro_batches=4, allow_nondivisible_batch_size=True), "13 2 4 1 4"),
+    (
+        2,
+        dict(batch_size=13, sequential_micro_batches=4, allow_nondivisible_batch_size=True),
+        "13 2 4 1 4",
+    ),
     (1, dict(batch_size=12, micro_batch_size=3, allow_nondivisible_batch_size=True), "12 3 4 1 4"),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "options", "expected"), SCHEDULES, ids=str)
-def test_batches_of_a_schedule_and_with_padding(ranks: int, options: dict[str, Any], expected: str) -> None:
+def test_batches_of_a_schedule_and_with_padding(
+    ranks: int, options: dict[str, Any], expected: str
+) -> None:
     """batch_size is the largest; resolving again changes nothing."""
     config = resolve(unflatten({"dataset_source": "random", "batch_size": None, **options}), ranks)
     assert " ".join(str(getattr(config.batch, name)) for name in BATCH) == expected
@@ -471,13 +570,18 @@ def remedies(message: str) -> Iterator[dict[str, Any]]:
     """Yield what the message says to write or leave out, one alternative after the other."""
     for part in re.split(", or (?=write|--)|; nearest", message.split(": ", 1)[1]):
         left_out = re.findall(r"leave ([\w ]+) out", part)
-        changes: dict[str, Any] = {name: None for names in left_out for name in names.split(" and ")}
-        if changes := changes | {name: int(value) for name, value in re.findall(r"--(\w+)=(\d+)", part)}:
+        changes: dict[str, Any] = {
+            name: None for names in left_out for name in names.split(" and ")
+        }
+        if changes := changes | {
+            name: int(value) for name, value in re.findall(r"--(\w+)=(\d+)", part)
+        }:
             yield changes
 
 
 def test_remedies_for_batches_of_a_schedule_lead_out() -> None:
-    """Whoever follows each message gets batches in a few steps, or one that says how large a size must be."""
+    """Whoever follows each message gets batches in a few steps, or one that says how large a size
+    must be."""
 
     def lead_out(options: dict[str, Any], ranks: int, steps: int) -> None:
         try:
@@ -486,26 +590,47 @@ def test_remedies_for_batches_of_a_schedule_lead_out() -> None:
             found = list(remedies(str(error)))
             if "leave one of them out" in str(error):
                 found = [{name: None} for name in BATCH if "first" in name and name in options]
-            assert steps and found or re.search("nearest: |write at most", str(error)), (options, ranks, str(error))
+            assert steps and found or re.search("nearest: |write at most", str(error)), (
+                options,
+                ranks,
+                str(error),
+            )
             for changes in found:
-                later = {name: value for name, value in {**options, **changes}.items() if value is not None}
+                later = {
+                    name: value
+                    for name, value in {**options, **changes}.items()
+                    if value is not None
+                }
                 lead_out(later, ranks, steps - 1)
 
-    order = dict(micro_batch_size=(2, 4), depth_first_micro_batches=(2,), breadth_first_micro_batches=(2, 4))
+    order = dict(
+        micro_batch_size=(2, 4), depth_first_micro_batches=(2,), breadth_first_micro_batches=(2, 4)
+    )
     choices = [(None, *numbers) for numbers in (*order.values(), (2, 3))]
-    for sizes, (ranks, pipeline) in itertools.product(((4, 8), (4, 6), (24, 6, 12)), ((1, 1), (2, 1), (4, 2))):
+    for sizes, (ranks, pipeline) in itertools.product(
+        ((4, 8), (4, 6), (24, 6, 12)), ((1, 1), (2, 1), (4, 2))
+    ):
         schedule = tuple(f"{start}:{size}" for start, size in enumerate(sizes))
         for numbers in itertools.product(*choices):
             typed = dict(zip((*order, "sequential_micro_batches"), numbers, strict=True))
             options = {name: value for name, value in typed.items() if value is not None}
-            lead_out(dict(batch_size_schedule=schedule, pipeline_parallel=pipeline, **options), ranks, 4)
+            lead_out(
+                dict(batch_size_schedule=schedule, pipeline_parallel=pipeline, **options), ranks, 4
+            )
 
 
 def test_names_that_the_tracker_refuses() -> None:
     """Those that the library itself refuses, and no others."""
     wandb = pytest.importorskip("wandb")
     names = ["team/small", "a:b", "x" * 128, "x" * 129, " a ", "", *string.printable]
-    tags: list[tuple[str, ...]] = [("",), ("x" * 64,), ("x" * 65,), ("a", "x" * 65), ("a/b", "a/b"), ()]
+    tags: list[tuple[str, ...]] = [
+        ("",),
+        ("x" * 64,),
+        ("x" * 65,),
+        ("a", "x" * 65),
+        ("a/b", "a/b"),
+        (),
+    ]
     cases: list[tuple[str, str, Any]] = [("wandb_project_name", "project", name) for name in names]
     for option, theirs, value in [*cases, *(("wandb_tags", "run_tags", value) for value in tags)]:
         try:

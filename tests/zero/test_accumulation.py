@@ -1,4 +1,5 @@
-"""Every micro-batch's gradient counts, evaluations leave no trace, and the host waits for the right events."""
+"""Every micro-batch's gradient counts, evaluations leave no trace, and the host waits for the right
+events."""
 
 import functools
 import itertools
@@ -27,7 +28,9 @@ LAYOUTS: list[Options] = [
 ORDERS = [(4, 1), (1, 4), (2, 2)]
 
 
-def gradients(distributed: Distributed, layout: Options, order: tuple[int, int], dtype: str) -> list[Tensor]:
+def gradients(
+    distributed: Distributed, layout: Options, order: tuple[int, int], dtype: str
+) -> list[Tensor]:
     """Return the gradient shards of eight samples, stage by stage."""
     depth, breadth = order
     options = {
@@ -52,27 +55,47 @@ def gradients(distributed: Distributed, layout: Options, order: tuple[int, int],
     return shards
 
 
-def all_gradients(distributed: Distributed) -> list[tuple[Options, tuple[int, int], str, list[float]]]:
-    """Return the relative errors of accumulated gradients, stage by stage. All layouts shard alike."""
-    whole = {dtype: gradients(distributed, {"zero_stage": 1}, (1, 1), dtype) for dtype in ("fp32", "bf16")}
+def all_gradients(
+    distributed: Distributed,
+) -> list[tuple[Options, tuple[int, int], str, list[float]]]:
+    """Return the relative errors of accumulated gradients, stage by stage. All layouts shard
+    alike."""
+    whole = {
+        dtype: gradients(distributed, {"zero_stage": 1}, (1, 1), dtype)
+        for dtype in ("fp32", "bf16")
+    }
     return [
-        (layout, order, dtype, [float((a - b).norm() / b.norm()) for a, b in zip(found, whole[dtype], strict=True)])
-        for layout in (LAYOUTS if distributed.world_size > 1 else LAYOUTS[:3])  # alone, every stage has buffers
+        (
+            layout,
+            order,
+            dtype,
+            [float((a - b).norm() / b.norm()) for a, b in zip(found, whole[dtype], strict=True)],
+        )
+        for layout in (
+            LAYOUTS if distributed.world_size > 1 else LAYOUTS[:3]
+        )  # alone, every stage has buffers
         for order in (ORDERS if "zero_stage" in layout else ORDERS[2:])
-        for dtype in (("fp32", "bf16") if order == (4, 1) and layout["zero_stage"] == 2 else ("fp32",))
+        for dtype in (
+            ("fp32", "bf16") if order == (4, 1) and layout["zero_stage"] == 2 else ("fp32",)
+        )
         for found in (gradients(distributed, layout, order, dtype),)
     ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accumulated_gradients_are_those_of_the_whole_batch(ranks: int) -> None:
-    """Four micro-batches, at every ZeRO stage in any order, on one rank too, where nothing is sent: none is lost.
+    """Four micro-batches, at every ZeRO stage in any order, on one rank too, where nothing is sent:
+    none is lost.
 
     One lost micro-batch would be a relative error of about 0.5.
     """
     for results in run_distributed(ranks, all_gradients):
         for layout, order, dtype, errors in results:
-            assert len(errors) == 5 and max(errors) < (1e-6 if dtype == "fp32" else 2e-2), (layout, order, dtype)
+            assert len(errors) == 5 and max(errors) < (1e-6 if dtype == "fp32" else 2e-2), (
+                layout,
+                order,
+                dtype,
+            )
 
 
 def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
@@ -98,12 +121,17 @@ def test_evaluations_in_between_change_no_bit(options: Options) -> None:
     first, *others = run_distributed(2, evaluated_runs, {"num_layers": 3, **options})[0]
     assert len(first.evaluated) == 2 and len(set(first.evaluated)) == 2
     for other in others:
-        assert (other.losses, other.grad_norms, other.weights) == (first.losses, first.grad_norms, first.weights)
+        assert (other.losses, other.grad_norms, other.weights) == (
+            first.losses,
+            first.grad_norms,
+            first.weights,
+        )
         assert other.evaluated in ([], first.evaluated)
 
 
 def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[str, int]]]:
-    """Return for each dtype and layout the losses of a training and an inference model, and the latter's memory."""
+    """Return for each dtype and layout the losses of a training and an inference model, and the
+    latter's memory."""
     results = []
     for dtype, layout in itertools.product(("fp32", "bf16"), LAYOUTS):
         losses = []
@@ -112,7 +140,9 @@ def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[st
             engine = Engine(distributed, options | layout, training=training)
             losses.append(float(engine.model.evaluate(engine.batches(1))))
         results.append((dtype, *losses, bytes_by_kind(engine.model)))
-        assert not any(part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts())
+        assert not any(
+            part.has_state or hasattr(part, "grad_shard") for _, part in engine.model.parts()
+        )
         assert not any(parameter.requires_grad for _, parameter in parameters_of(engine.model))
         try:
             engine.model.forward_backward(engine.batches(1))
@@ -125,12 +155,18 @@ def inference(distributed: Distributed) -> list[tuple[str, float, float, dict[st
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_evaluation_without_gradient_buffers(ranks: int) -> None:
-    """The same loss to the bit as a training model's, at every buffer count; no gradients, no moments."""
+    """The same loss to the bit as a training model's, at every buffer count; no gradients, no
+    moments."""
     for results in run_distributed(ranks, inference):
         expected = {dtype: loss for dtype, loss, *_ in results}
         for dtype, training, without, kinds in results:
             assert training == without == expected[dtype] > 0
-            assert kinds["gradient buffers"] == kinds["gradient shards"] == kinds["optimizer moments"] == 0
+            assert (
+                kinds["gradient buffers"]
+                == kinds["gradient shards"]
+                == kinds["optimizer moments"]
+                == 0
+            )
             assert kinds["communication scratch"] == 0 and kinds["weight buffers"] > 0
 
 
@@ -158,7 +194,11 @@ def a_throttle(rate: int, delay: int) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize(
     ("rate", "delay", "log"),
     [
-        (1, 0, "record 1, wait 1, record 2, wait 2, record 3, wait 3, record 4, wait 4, record 5, wait 5"),
+        (
+            1,
+            0,
+            "record 1, wait 1, record 2, wait 2, record 3, wait 3, record 4, wait 4, record 5, wait 5",
+        ),
         (1, 1, "record 1, record 2, wait 1, record 3, wait 2, record 4, wait 3, record 5, wait 4"),
         (2, 1, "record 1, record 2, wait 1"),
         (1, 3, "record 1, record 2, record 3, record 4, wait 1, record 5, wait 2"),
@@ -167,7 +207,8 @@ def a_throttle(rate: int, delay: int) -> tuple[Any, list[str]]:
     ],
 )
 def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) -> None:
-    """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings before."""
+    """Five steps: every `rate`-th records an event, and waits for that of `delay` recordings
+    before."""
     throttle, done = a_throttle(rate, delay)
     for _ in range(5):
         throttle.step()
@@ -176,7 +217,9 @@ def test_the_throttle_waits_for_earlier_events(rate: int, delay: int, log: str) 
 
 def test_the_throttle_is_stepped_after_every_step_of_the_schedule() -> None:
     """Across iterations, too: the first step of one waits for the last of another."""
-    engine = Engine(SimulatedRanks(), {"num_layers": 2, "depth_first_micro_batches": 2, "zero_stage": 3})
+    engine = Engine(
+        SimulatedRanks(), {"num_layers": 2, "depth_first_micro_batches": 2, "zero_stage": 3}
+    )
     assert engine.model._throttle is None, "there is nothing to throttle on CPU"
     engine.model._throttle, log = a_throttle(3, 1)
     engine.run(2)

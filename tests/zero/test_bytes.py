@@ -1,4 +1,5 @@
-"""Bytes: what the engine allocates with every option that changes it, counted over everything that exists."""
+"""Bytes: what the engine allocates with every option that changes it, counted over everything that
+exists."""
 
 import gc
 import itertools
@@ -22,7 +23,8 @@ Options = dict[str, Any]
 
 
 def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[MultiStage, int]:
-    """A model, and the bytes that exist because of it: of any tensor, wherever it is kept, each storage once."""
+    """A model, and the bytes that exist because of it: of any tensor, wherever it is kept, each
+    storage once."""
     config = tiny_config(ranks.world_size, **options)
     layers = layers_of(config)
     gc.freeze()  # what exists already is not looked at
@@ -36,15 +38,21 @@ def allocated(ranks: Any, options: Options, training: bool = True) -> tuple[Mult
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
     )
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    storages = [
+        thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), Tensor)
+    ]
     gc.unfreeze()
     return model, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def sizes(model: MultiStage) -> tuple[list[int], list[int], list[int]]:
     """Return the elements of each stage, padding included: all, trainable, frozen."""
-    trained = [sum(part.layout.numel for part in stage.parts if not part.frozen) for stage in model.stages]
-    frozen = [sum(part.layout.numel for part in stage.parts if part.frozen) for stage in model.stages]
+    trained = [
+        sum(part.layout.numel for part in stage.parts if not part.frozen) for stage in model.stages
+    ]
+    frozen = [
+        sum(part.layout.numel for part in stage.parts if part.frozen) for stage in model.stages
+    ]
     return [a + b for a, b in zip(trained, frozen, strict=True)], trained, frozen
 
 
@@ -55,12 +63,15 @@ def in_turn(stages: list[int], buffers: int) -> int:
 
 
 def padding(model: MultiStage, ranks: int) -> int:
-    """Elements that belong to no parameter, by the rule: parameters at multiples of 64, a range divisible by 64 N."""
+    """Elements that belong to no parameter, by the rule: parameters at multiples of 64, a range
+    divisible by 64 N."""
     total = 0
     for stage in model.stages:
         for frozen in (False, True):
             numels = [p.spec.numel for _, p in stage.parameters() if p.spec.trainable != frozen]
-            total += round_up(sum(round_up(numel, 64) for numel in numels), 64 * ranks) - sum(numels)
+            total += round_up(sum(round_up(numel, 64) for numel in numels), 64 * ranks) - sum(
+                numels
+            )
     return total
 
 
@@ -94,7 +105,9 @@ CASES: list[Options] = [
         {"ema_type": "ema", "freeze": FREEZE},
         {"ema_type": "ema", "split_master_weights": True},
     )
-    if not (dtype == "fp32" and ("full_precision_gradients" in more or "split_master_weights" in more))
+    if not (
+        dtype == "fp32" and ("full_precision_gradients" in more or "split_master_weights" in more)
+    )
     and not ("split_master_weights" in more and buffers.get("zero_stage") not in (1, 2))
 ] + [
     {
@@ -121,15 +134,21 @@ def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bo
     stages = len(every)
     weight = 2 if options["training_dtype"] == "bf16" else 4
     gradient = 4 if options.get("full_precision_gradients", True) else weight
-    frozen_weight = 4 if options.get("store_frozen_weights_in_optimization_precision", True) else weight
+    frozen_weight = (
+        4 if options.get("store_frozen_weights_in_optimization_precision", True) else weight
+    )
     zero_stage = options.get("zero_stage", 1)
     weight_buffers = options.get("num_weight_buffers", 2 if zero_stage == 3 else stages)
     grad_buffers = options.get("num_grad_buffers", 2 if zero_stage >= 2 else stages)
     if ranks == 1:  # the shard is the whole
         grad_buffers = stages
         weight_buffers = stages if weight == 4 else weight_buffers
-    # A stage whose weight buffer is its own has no second copy of a shard with the dtype of the buffer.
-    own = [sum(other % weight_buffers == i % weight_buffers for other in range(stages)) == 1 for i in range(stages)]
+    # A stage whose weight buffer is its own has no second copy of a shard with the dtype of the
+    # buffer.
+    own = [
+        sum(other % weight_buffers == i % weight_buffers for other in range(stages)) == 1
+        for i in range(stages)
+    ]
     total = weight * in_turn(every, weight_buffers)
     for i in range(stages):
         master = 2 if options.get("split_master_weights") and training else 4
@@ -150,8 +169,9 @@ def expected_bytes(model: MultiStage, options: Options, ranks: int, training: bo
 
 
 def moment_bytes(model: MultiStage, options: Options, ranks: int) -> int:
-    """AdamW 8 bytes an element, Lion and SGD 4, Muon 4 but 8 of what lies before the blocks' matrices in a shard; and,
-    with other ranks, 2 of a second stage's gathered updates beside those of one.
+    """AdamW 8 bytes an element, Lion and SGD 4, Muon 4 but 8 of what lies before the blocks'
+    matrices in a shard; and, with other ranks, 2 of a second stage's gathered updates beside those
+    of one.
     """
     _, trained, _ = sizes(model)
     optimizer = options.get("optimizer", "adamw")
@@ -161,21 +181,34 @@ def moment_bytes(model: MultiStage, options: Options, ranks: int) -> int:
     for stage, size in zip(model.stages, trained, strict=True):
         own = [parameter.spec for _, parameter in stage.parameters() if parameter.spec.trainable]
         is_matrix = [len(spec.shape) == 2 and spec.name.startswith("blocks.") for spec in own]
-        before = sum(round_up(spec.numel, 64) for spec, matrix in zip(own, is_matrix, strict=True) if not matrix)
+        before = sum(
+            round_up(spec.numel, 64)
+            for spec, matrix in zip(own, is_matrix, strict=True)
+            if not matrix
+        )
         total += 4 * (min(before, size // ranks) if any(is_matrix) else size // ranks)
         with_matrices += [size] if any(is_matrix) else []
     return total + 2 * in_turn(with_matrices, 1 if ranks == 1 else 2)
 
 
-def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int, int, int, int, int]]:
+def measure(
+    ranks: Any, cases: list[Options], training: bool
+) -> list[tuple[int, int, int, int, int]]:
     """Return for each case: bytes found, booked and expected, and padding found and expected."""
     results = []
     for options in cases:
         model, found = allocated(ranks, options, training)
         kinds = bytes_by_kind(model)
         largest = max(sizes(model)[1]) // ranks.world_size if training else 0
-        gradient = 2 if options["training_dtype"] == "bf16" and not options.get("full_precision_gradients", True) else 4
-        assert kinds["communication scratch"] == (ranks.world_size - 1) * largest * gradient, "one chunk, one slot"
+        gradient = (
+            2
+            if options["training_dtype"] == "bf16"
+            and not options.get("full_precision_gradients", True)
+            else 4
+        )
+        assert kinds["communication scratch"] == (ranks.world_size - 1) * largest * gradient, (
+            "one chunk, one slot"
+        )
         booked = sum(size for kind, size in kinds.items() if kind != "communication scratch")
         padded = sum(sizes(model)[0]) - model.num_parameters
         expected = expected_bytes(model, options, ranks.world_size, training)
@@ -186,7 +219,8 @@ def measure(ranks: Any, cases: list[Options], training: bool) -> list[tuple[int,
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_option_costs_what_the_formula_says(ranks: int, training: bool) -> None:
-    """Found over all tensors that exist, booked for the log and computed by hand: the same to the byte."""
+    """Found over all tensors that exist, booked for the log and computed by hand: the same to the
+    byte."""
     results = run_distributed(ranks, measure, CASES, training)
     for options, *of_ranks in zip(CASES, *results, strict=True):
         for found, booked, expected, padded, expected_padding in of_ranks:
@@ -201,22 +235,29 @@ def savings(ranks: Any, base: Options, option: Options) -> int:
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_bytes_that_averages_cost(zero_stage: int) -> None:
-    """Two ranks: 4 bytes for each trainable element of a shard, and two buffers of the training dtype that the stages
-    take in turn; one more for an embedding that is tied to the head."""
+    """Two ranks: 4 bytes for each trainable element of a shard, and two buffers of the training
+    dtype that the stages take in turn; one more for an embedding that is tied to the head."""
     ranks = SimulatedRanks()
     for tied in (False, True):
-        base = {"training_dtype": "bf16", "num_layers": 4, "zero_stage": zero_stage, "tie_word_embeddings": tied}
+        base = {
+            "training_dtype": "bf16",
+            "num_layers": 4,
+            "zero_stage": zero_stage,
+            "tie_word_embeddings": tied,
+        }
         every, trained, _ = sizes(allocated(ranks, base | {"freeze": ("head",)})[0])
         buffers = every[0] + in_turn(every[1:], 2) if tied else in_turn(every, 2)
         cost = -savings(ranks, base | {"freeze": ("head",)}, {"ema_type": "ema"})
         assert cost == 4 * sum(trained) // 2 + 2 * buffers
 
 
-# -- split master weights --------------------------------------------------------------------------------------------
+# -- split master weights
+# --------------------------------------------------------------------------------------------
 
 
 def bit_patterns() -> Tensor:
-    """fp32 with every upper half, and lower halves around zero, ties and carries: (65,536 x 8,), int32."""
+    """fp32 with every upper half, and lower halves around zero, ties and carries: (65,536 x 8,),
+    int32."""
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     low = torch.tensor([0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFF], dtype=torch.int32)
     return (high[:, None] | low).flatten()
@@ -231,7 +272,8 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_a_split_master_is_rebuilt_bit_for_bit() -> None:
-    """Every sign, exponent and bf16 mantissa: zeros, denormals, ties, the largest, infinities. NaN stays NaN."""
+    """Every sign, exponent and bf16 mantissa: zeros, denormals, ties, the largest, infinities. NaN
+    stays NaN."""
     values = bit_patterns().view(torch.float32)
     weights, rebuilt = split(values)
     nan = values.isnan()
@@ -248,7 +290,9 @@ def test_a_split_weight_is_the_master_rounded_half_up_in_magnitude() -> None:
     weights, _ = split(values)
     nearest = values.bfloat16()
     tie = (bits & 0xFFFF) == 0x8000
-    assert torch.equal(weights[finite & ~tie].view(torch.int16), nearest[finite & ~tie].view(torch.int16))
+    assert torch.equal(
+        weights[finite & ~tie].view(torch.int16), nearest[finite & ~tie].view(torch.int16)
+    )
     truncated = (bits >> 16).short()
     away = (truncated + 1)[finite & tie]  # sign and magnitude: one more is further from zero
     assert torch.equal(weights.view(torch.int16)[finite & tie], away)
@@ -277,14 +321,25 @@ def round_half_up(shard: WeightShard, weights: Tensor) -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_a_split_run_is_the_unsplit_one_but_for_ties(zero_stage: int) -> None:
-    """Where the unsplit run rounds ties away from zero, too, losses, weights, masters and moments are the same bits."""
-    options = {"training_dtype": "bf16", "zero_stage": zero_stage, "num_layers": 3, "sequence_length": 8}
-    ours = Engine(SimulatedRanks(), options | {"split_master_weights": True}).run(8, evaluate_every=4)
+    """Where the unsplit run rounds ties away from zero, too, losses, weights, masters and moments
+    are the same bits."""
+    options = {
+        "training_dtype": "bf16",
+        "zero_stage": zero_stage,
+        "num_layers": 3,
+        "sequence_length": 8,
+    }
+    ours = Engine(SimulatedRanks(), options | {"split_master_weights": True}).run(
+        8, evaluate_every=4
+    )
     with mock.patch.object(WeightShard, "round_into", round_half_up):
         unsplit = Engine(SimulatedRanks(), options).run(8, evaluate_every=4)
     assert ours == unsplit
     plain = Engine(SimulatedRanks(), options).run(8, evaluate_every=4)
-    assert max(abs(a / b - 1) for a, b in itertools.chain(zip(ours.losses, plain.losses, strict=True))) < 1e-2
+    assert (
+        max(abs(a / b - 1) for a, b in itertools.chain(zip(ours.losses, plain.losses, strict=True)))
+        < 1e-2
+    )
 
 
 def split_run(distributed: Distributed, options: Options) -> Any:
@@ -292,6 +347,11 @@ def split_run(distributed: Distributed, options: Options) -> Any:
 
 
 def test_split_runs_agree_over_zero_stages_and_ranks() -> None:
-    common = {"training_dtype": "bf16", "split_master_weights": True, "num_layers": 2, "sequence_length": 8}
+    common = {
+        "training_dtype": "bf16",
+        "split_master_weights": True,
+        "num_layers": 2,
+        "sequence_length": 8,
+    }
     one, two = (run_distributed(2, split_run, common | {"zero_stage": stage}) for stage in (1, 2))
     assert one == two and one[0].weights == one[1].weights

@@ -1,4 +1,5 @@
-"""Frozen parameters: they stay, nothing is spent on them, and the others train as if they were constants."""
+"""Frozen parameters: they stay, nothing is spent on them, and the others train as if they were
+constants."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,30 +36,52 @@ FREEZING: dict[str, tuple[Options, tuple[str, ...]]] = {
     ),
     "all but the head": ({"freeze": ("embedding", "blocks")}, ("embedding.", "blocks.")),
     "all but the embedding": ({"freeze": ("blocks", "head")}, ("blocks.", "head.")),
-    "a tied embedding": ({"freeze": ("embedding.word.weight",), "tie_word_embeddings": True}, ("embedding.word.",)),
-    "all but a tied embedding": ({"freeze": ("blocks", "head"), "tie_word_embeddings": True}, ("blocks.", "head.")),
-    "scales": ({"lr_scales": ("blocks:0.25", "blocks.1:3", "*.bias:0.5", "embedding:0")}, ("embedding.",)),
+    "a tied embedding": (
+        {"freeze": ("embedding.word.weight",), "tie_word_embeddings": True},
+        ("embedding.word.",),
+    ),
+    "all but a tied embedding": (
+        {"freeze": ("blocks", "head"), "tie_word_embeddings": True},
+        ("blocks.", "head."),
+    ),
+    "scales": (
+        {"lr_scales": ("blocks:0.25", "blocks.1:3", "*.bias:0.5", "embedding:0")},
+        ("embedding.",),
+    ),
 }
 
 
 def options_of(case: str, **more: Any) -> Options:
-    return {"num_layers": 3, "tie_word_embeddings": False, "lr_warmup": 3, **FREEZING[case][0], **more}
+    return {
+        "num_layers": 3,
+        "tie_word_embeddings": False,
+        "lr_warmup": 3,
+        **FREEZING[case][0],
+        **more,
+    }
 
 
 def several(distributed: Distributed, runs: Sequence[Options], iterations: int) -> list[Trajectory]:
     return [train_tiny(distributed, options, iterations) for options in runs]
 
 
-def plain_loop(options: Options, initial: dict[str, np.ndarray]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The oracle: torch.nn with requires_grad False, and torch.optim.AdamW with a learning rate for each scale."""
+def plain_loop(
+    options: Options, initial: dict[str, np.ndarray]
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The oracle: torch.nn with requires_grad False, and torch.optim.AdamW with a learning rate for
+    each scale."""
     config = tiny_config(**options)
     scales = {
-        parameter.spec.name: parameter.spec.lr_scale for layer in layers_of(config) for parameter in layer.parameters()
+        parameter.spec.name: parameter.spec.lr_scale
+        for layer in layers_of(config)
+        for parameter in layer.parameters()
     }
     model = PlainGPT(config.model)
     model.load(initial)
     update, losses = plain_adamw(model, config.optimizer, scales), []
-    for iteration, ((tokens, *_),) in enumerate(open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1):
+    for iteration, ((tokens, *_),) in enumerate(
+        open_data(config, 0, 1).batches("training", 0, ITERATIONS), start=1
+    ):
         loss = model.loss(tokens)
         update(loss, 1e-3 * min(1.0, iteration / 3))
         losses.append(loss.item())
@@ -69,13 +92,15 @@ MORE = {"a middle one", "all but the embedding", "all but a tied embedding"}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in MORE else []) for case in FREEZING]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in MORE else []) for case in FREEZING],
 )
 def test_frozen_runs_equal_plain_torch(case: str) -> None:
-    """Frozen weights keep every bit, all others move; losses and weights are those of requires_grad False.
+    """Frozen weights keep every bit, all others move; losses and weights are those of requires_grad
+    False.
 
-    Two ranks, ZeRO 1, 2 and 3: bit-identical among themselves. Learning rates, and with them weight decay, have their
-    scale.
+    Two ranks, ZeRO 1, 2 and 3: bit-identical among themselves. Learning rates, and with them weight
+    decay, have their scale.
     """
     runs = [options_of(case, zero_stage=zero_stage) for zero_stage in (1, 2, 3)]
     ours, *others = run_distributed(2, several, runs, ITERATIONS)[0]
@@ -90,7 +115,9 @@ def test_frozen_runs_equal_plain_torch(case: str) -> None:
     for name, weight in weights.items():
         difference = np.abs(ours.weights[name] - weight)
         if name.endswith("query_key_value.bias"):
-            difference[32:64] = 0  # of keys: their exact gradient is zero, Adam makes noise of rounding
+            difference[32:64] = (
+                0  # of keys: their exact gradient is zero, Adam makes noise of rounding
+            )
         assert difference.max() < 1e-5, name
 
 
@@ -101,7 +128,8 @@ def frozen_storage(distributed: Distributed) -> list[tuple[Trajectory, Trajector
         tuple(
             train_tiny(
                 distributed,
-                common | {"zero_stage": stage, "store_frozen_weights_in_optimization_precision": precise},
+                common
+                | {"zero_stage": stage, "store_frozen_weights_in_optimization_precision": precise},
                 ITERATIONS,
             )
             for precise in (True, False)
@@ -111,23 +139,33 @@ def frozen_storage(distributed: Distributed) -> list[tuple[Trajectory, Trajector
 
 
 def test_the_precision_of_frozen_shards_changes_no_bit_of_a_run() -> None:
-    """Layers always compute with the rounded weight: with dropout, and the same at every ZeRO stage."""
+    """Layers always compute with the rounded weight: with dropout, and the same at every ZeRO
+    stage."""
     (first, second), others = run_distributed(2, frozen_storage)[0]
     assert len(set(first.losses)) == ITERATIONS
     for run in (second, *others):
         assert run.losses == first.losses and same_weights(run.weights, first.weights)
 
 
-# -- the learning rate of one update -----------------------------------------------------------------------------------
+# -- the learning rate of one update
+# -----------------------------------------------------------------------------------
 
 
 def update_of(scale: float, weight_decay: float) -> dict[str, torch.Tensor]:
     """How far one update moves each weight, with blocks at a scale."""
-    options = {"num_layers": 2, "lr_scales": (f"blocks:{scale}",), "weight_decay": weight_decay, "clip_grad": 0.0}
+    options = {
+        "num_layers": 2,
+        "lr_scales": (f"blocks:{scale}",),
+        "weight_decay": weight_decay,
+        "clip_grad": 0.0,
+    }
     engine = Engine(SimulatedRanks(), options)
     before = {name: weight.detach().double() for name, weight in engine.model.full_weights()}
     engine.step(1)
-    return {name: weight.detach().double() - before[name] for name, weight in engine.model.full_weights()}
+    return {
+        name: weight.detach().double() - before[name]
+        for name, weight in engine.model.full_weights()
+    }
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
@@ -136,11 +174,14 @@ def test_a_scale_multiplies_the_update(weight_decay: float) -> None:
     plain, scaled = update_of(1.0, weight_decay), update_of(0.25, weight_decay)
     for name, change in plain.items():
         factor = 0.25 if name.startswith("blocks.") else 1.0
-        torch.testing.assert_close(scaled[name], factor * change, rtol=0, atol=1e-6 if factor < 1 else 0.0)
+        torch.testing.assert_close(
+            scaled[name], factor * change, rtol=0, atol=1e-6 if factor < 1 else 0.0
+        )
         assert float(change.abs().max()) > 1e-3
 
 
-# -- what is not done ------------------------------------------------------------------------------------------------
+# -- what is not done
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -159,15 +200,20 @@ def test_a_scale_multiplies_the_update(weight_decay: float) -> None:
 def test_backward_ends_at_the_first_stage_with_something_to_train(
     case: str, first: int, reduced: set[int], zero_stage: int
 ) -> None:
-    """No backward pass, gather for one, tape, or input gradient before it; reductions where something is trained."""
-    model = Engine(SimulatedRanks(), options_of(case, zero_stage=zero_stage, depth_first_micro_batches=2)).model
+    """No backward pass, gather for one, tape, or input gradient before it; reductions where
+    something is trained."""
+    model = Engine(
+        SimulatedRanks(), options_of(case, zero_stage=zero_stage, depth_first_micro_batches=2)
+    ).model
     backward = [step for step in model.training_schedule if step.kind == "backward"]
     assert {step.stage for step in backward} == set(range(first, 5))
     assert all(step.stage >= first for step in backward if step.needs)
     assert {stage for step in model.training_schedule for stage, _ in step.reduce} == reduced
     assert {stage.index for stage in model.stages if stage.gradients is not None} == reduced
     assert {stage.index for stage in model.stages if stage.runs_backward} == set(range(first, 5))
-    assert {stage.index for stage in model.stages if stage.wants_input_gradient} == set(range(first + 1, 5))
+    assert {stage.index for stage in model.stages if stage.wants_input_gradient} == set(
+        range(first + 1, 5)
+    )
 
 
 def test_nothing_remains_of_a_frozen_forward_pass() -> None:
@@ -182,9 +228,13 @@ def test_nothing_remains_of_a_frozen_forward_pass() -> None:
     for _, part in model.parts():
         assert hasattr(part, "grad_shard") == (not part.frozen)
         assert set(part.moments) == (set() if part.frozen else {"exp_avg", "exp_avg_sq"})
-        assert set(part.kinds()) == ({"weights"} if part.frozen else {"weights", "exp_avg", "exp_avg_sq"})
+        assert set(part.kinds()) == (
+            {"weights"} if part.frozen else {"weights", "exp_avg", "exp_avg_sq"}
+        )
     for name, parameter in parameters_of(model):
-        assert parameter.requires_grad == hasattr(parameter, "main_grad") == name.startswith("head."), name
+        assert (
+            parameter.requires_grad == hasattr(parameter, "main_grad") == name.startswith("head.")
+        ), name
 
 
 def test_frozen_weights_are_evaluated_and_exported() -> None:
@@ -192,7 +242,9 @@ def test_frozen_weights_are_evaluated_and_exported() -> None:
     engine = Engine(SimulatedRanks(), options_of("parts"))
     engine.run(2)
     plain = PlainGPT(engine.config.model)
-    plain.load({name: weight.detach().numpy().copy() for name, weight in engine.model.full_weights()})
+    plain.load(
+        {name: weight.detach().numpy().copy() for name, weight in engine.model.full_weights()}
+    )
     (batch,) = engine.batches(5)
     tokens = torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1)
     shifted = type(batch)(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -200,7 +252,8 @@ def test_frozen_weights_are_evaluated_and_exported() -> None:
     assert abs(loss / plain.loss(tokens).item() - 1) < 1e-6
 
 
-# -- patterns --------------------------------------------------------------------------------------------------------
+# -- patterns
+# --------------------------------------------------------------------------------------------------------
 
 
 def scales_of(**options: Any) -> dict[str, float]:
@@ -213,14 +266,24 @@ def test_patterns_match_names_prefixes_and_wildcards() -> None:
     scales = scales_of(lr_scales=("blocks.1:0.5", "*.bias:2"))
     assert {scales[f"blocks.1.{part}.weight"] for part in ("mlp.up", "attention.output")} == {0.5}
     assert scales["blocks.1.mlp.up.bias"] == 2 and scales["blocks.10.mlp.up.weight"] == 1
-    scales = scales_of(lr_scales=("blocks:0.5", "blocks.3:1", "head:0"), freeze=("blocks.1", "embedding.word.weight"))
+    scales = scales_of(
+        lr_scales=("blocks:0.5", "blocks.3:1", "head:0"),
+        freeze=("blocks.1", "embedding.word.weight"),
+    )
     assert scales["blocks.0.mlp.up.weight"] == 0.5 and scales["blocks.3.mlp.up.weight"] == 1
-    assert scales["blocks.1.mlp.up.weight"] == scales["head.norm.weight"] == scales["embedding.word.weight"] == 0
+    assert (
+        scales["blocks.1.mlp.up.weight"]
+        == scales["head.norm.weight"]
+        == scales["embedding.word.weight"]
+        == 0
+    )
     assert scales["embedding.position.weight"] == 1
 
 
 def test_patterns_that_cannot_be_meant() -> None:
-    with pytest.raises(UsageError, match="'block.0' matches no parameter; similar names: .*blocks.0"):
+    with pytest.raises(
+        UsageError, match="'block.0' matches no parameter; similar names: .*blocks.0"
+    ):
         scales_of(freeze=("block.0",))
     with pytest.raises(UsageError, match="'blocks.12' matches no parameter"):
         scales_of(lr_scales=("blocks.12:0.5",))

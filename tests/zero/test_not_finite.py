@@ -35,7 +35,8 @@ def spoil(made: Engine, kind: str, value: float) -> bool:
 @pytest.mark.parametrize("kind", ["weights", "exp_avg", "exp_avg_sq", "average"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_every_kind_is_looked_at(kind: str, value: float) -> None:
-    """One element of any kind of state is found on the rank that has it, with the name of its parameter."""
+    """One element of any kind of state is found on the rank that has it, with the name of its
+    parameter."""
     found = []
     for rank in range(2):
         made = engine(rank, ema_type="ema", batch_size=4)
@@ -47,7 +48,9 @@ def test_every_kind_is_looked_at(kind: str, value: float) -> None:
     assert found and set(found) == {NAME if kind == "weights" else f"{kind} of {NAME}"}
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "muon"}, {"optimizer": "sgd"}, {"split_master_weights": True}])
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "muon"}, {"optimizer": "sgd"}, {"split_master_weights": True}]
+)
 def test_state_of_other_optimizers(options: dict[str, Any]) -> None:
     """Matrices without second moments, a single moment, and split weights are looked at, too."""
     dtype = {"training_dtype": "bf16"} if "split_master_weights" in options else {}
@@ -62,9 +65,12 @@ def test_nothing_is_published() -> None:
     """Every rank raises the error, whichever has the broken element."""
     made = engine(1, batch_size=4)
     assert spoil(made, "exp_avg_sq", math.inf)
-    peers = SimpleNamespace(agree_max=lambda value: value, gather_objects=lambda value: [None, value])
+    peers = SimpleNamespace(
+        agree_max=lambda value: value, gather_objects=lambda value: [None, value]
+    )
     run: Any = SimpleNamespace(model=made.model, distributed=peers, iteration=7)
     with pytest.raises(
-        NumericsError, match=rf"state is no longer finite at iteration 7, first exp_avg_sq of {NAME} on rank 1"
+        NumericsError,
+        match=rf"state is no longer finite at iteration 7, first exp_avg_sq of {NAME} on rank 1",
     ):
         refuse_broken_weights(run)

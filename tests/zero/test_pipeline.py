@@ -28,16 +28,23 @@ def run(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
     return Engine(rank, options).run(steps, evaluate_every=2)
 
 
-def outcome(options: Options, data: int = 1, tensor: int = 1, pipeline: int = 1, steps: int = 3) -> tuple[Any, ...]:
+def outcome(
+    options: Options, data: int = 1, tensor: int = 1, pipeline: int = 1, steps: int = 3
+) -> tuple[Any, ...]:
     """What all ranks agree on: losses, gradient norms, evaluations (of all data ranks), weights."""
     options = {**OPTIONS, "pipeline_parallel": pipeline, "tensor_parallel": tensor, **options}
     shard = options.get("data_parallel_shard", 0)
-    results: list[Outcome] = on_threads(data, tensor, run, options, steps, pipeline=pipeline, shard=shard)
+    results: list[Outcome] = on_threads(
+        data, tensor, run, options, steps, pipeline=pipeline, shard=shard
+    )
     for result in results[1:]:
         assert (result.losses, result.grad_norms) == (results[0].losses, results[0].grad_norms)
         assert result.weights == results[0].weights
     evaluated = [
-        [sum(losses) for losses in zip(*((*it.evaluated, *it.averaged) for it in some), strict=True)]
+        [
+            sum(losses)
+            for losses in zip(*((*it.evaluated, *it.averaged) for it in some), strict=True)
+        ]
         for some in (results[rank :: data * tensor] for rank in range(data * tensor))
     ]
     return results[0].losses, results[0].grad_norms, evaluated, results[0].weights
@@ -51,12 +58,24 @@ def micro_batches(data: int) -> Options:
 CASES: list[tuple[Options, int, int, int]] = [  # options, data, tensor, pipeline ranks
     ({"zero_stage": 1}, 2, 1, 2),
     ({"zero_stage": 3, **LLAMA, "num_layers": 8}, 2, 1, 4),
-    ({"zero_stage": 2, "training_dtype": "bf16", "recompute_layers": 2, "mlp_recompute_level": "full"}, 1, 2, 2),
+    (
+        {
+            "zero_stage": 2,
+            "training_dtype": "bf16",
+            "recompute_layers": 2,
+            "mlp_recompute_level": "full",
+        },
+        1,
+        2,
+        2,
+    ),
 ]
 MORE: list[Options] = [
     {"optimizer": "muon", "zero_stage": 3},
     {"ema_type": "ema", "ema_beta": 0.5, "training_dtype": "fp16"},
-    {"freeze": ("embedding", "blocks.0", "blocks.1")},  # the first pipeline rank trains nothing before the way back
+    {
+        "freeze": ("embedding", "blocks.0", "blocks.1")
+    },  # the first pipeline rank trains nothing before the way back
     {"num_layers": 5, "full_precision_residual": True, "training_dtype": "bf16", "zero_stage": 3},
 ]
 
@@ -66,10 +85,15 @@ MORE: list[Options] = [
     [
         *((*way, 0) for way in WAYS),
         *((*way, case) for way, case in zip(WAYS[1:3], (1, 2), strict=True)),
-        *(pytest.param(*way, case, marks=pytest.mark.slow) for way, case in zip(WAYS[1:3], (2, 1), strict=True)),
+        *(
+            pytest.param(*way, case, marks=pytest.mark.slow)
+            for way, case in zip(WAYS[1:3], (2, 1), strict=True)
+        ),
     ],
 )
-def test_the_number_of_pipeline_ranks_changes_no_bit(schedule: str, placement: str, case: int) -> None:
+def test_the_number_of_pipeline_ranks_changes_no_bit(
+    schedule: str, placement: str, case: int
+) -> None:
     """Tied weights where embedding and head are on one rank."""
     options, data, tensor, pipeline = CASES[case]
     options = {"tie_word_embeddings": placement == "v", **options}
@@ -90,13 +114,47 @@ def test_nor_with_other_options(options: Options) -> None:
 
 # Embedding and head on different ranks: options, data, tensor and pipeline ranks.
 LOOPS: list[tuple[Options, int, int, int]] = [
-    ({"pipeline_schedule": "one_f_one_b", "ema_type": "ema", "ema_beta": 0.5, "training_dtype": "fp16"}, 2, 1, 2),
-    ({"pipeline_schedule": "interleaved", "zero_stage": 2, "vocab_size": 61, "training_dtype": "bf16"}, 1, 2, 2),
+    (
+        {
+            "pipeline_schedule": "one_f_one_b",
+            "ema_type": "ema",
+            "ema_beta": 0.5,
+            "training_dtype": "fp16",
+        },
+        2,
+        1,
+        2,
+    ),
+    (
+        {
+            "pipeline_schedule": "interleaved",
+            "zero_stage": 2,
+            "vocab_size": 61,
+            "training_dtype": "bf16",
+        },
+        1,
+        2,
+        2,
+    ),
     ({"pipeline_schedule": "breadth_first", "zero_stage": 3, "data_parallel_shard": 1}, 2, 1, 2),
-    ({"pipeline_schedule": "breadth_first", "breadth_first_micro_batches": 2, "depth_first_micro_batches": 4}, 1, 1, 4),
+    (
+        {
+            "pipeline_schedule": "breadth_first",
+            "breadth_first_micro_batches": 2,
+            "depth_first_micro_batches": 4,
+        },
+        1,
+        1,
+        4,
+    ),
 ]
 LOOPS_TOO: list[tuple[Options, int, int, int]] = [
-    ({"pipeline_schedule": "one_f_one_b", "freeze": ("embedding.word.weight",), "zero_stage": 3}, 1, 1, 2),
+    (
+        {"pipeline_schedule": "one_f_one_b", "freeze": ("embedding.word.weight",), "zero_stage": 3},
+        1,
+        1,
+        2,
+    ),
     ({"pipeline_schedule": "one_f_one_b", "freeze": ("embedding",)}, 2, 1, 2),
     (
         {
@@ -109,9 +167,19 @@ LOOPS_TOO: list[tuple[Options, int, int, int]] = [
         2,
     ),
     ({"pipeline_schedule": "interleaved", "optimizer": "muon", "zero_stage": 3}, 2, 1, 2),
-    ({"pipeline_schedule": "breadth_first", "ema_type": "ema", "ema_beta": 0.5, "zero_stage": 3}, 2, 1, 2),
     (
-        {"pipeline_schedule": "one_f_one_b", "training_dtype": "bf16", "split_master_weights": True, "fp8": "rowwise"},
+        {"pipeline_schedule": "breadth_first", "ema_type": "ema", "ema_beta": 0.5, "zero_stage": 3},
+        2,
+        1,
+        2,
+    ),
+    (
+        {
+            "pipeline_schedule": "one_f_one_b",
+            "training_dtype": "bf16",
+            "split_master_weights": True,
+            "fp8": "rowwise",
+        },
         2,
         1,
         2,
@@ -130,7 +198,9 @@ LOOPS_TOO: list[tuple[Options, int, int, int]] = [
 ]
 
 
-def looped(options: Options, data: int, tensor: int, pipeline: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def looped(
+    options: Options, data: int, tensor: int, pipeline: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The outcomes of tied weights on a pipeline and on one pipeline rank."""
     options = {"tie_word_embeddings": True, **options}
     split = {**options, "pipeline_placement": "loop"}
@@ -140,9 +210,12 @@ def looped(options: Options, data: int, tensor: int, pipeline: int) -> tuple[tup
     )
 
 
-@pytest.mark.parametrize("case", [*LOOPS, *(pytest.param(case, marks=pytest.mark.slow) for case in LOOPS_TOO)])
+@pytest.mark.parametrize(
+    "case", [*LOOPS, *(pytest.param(case, marks=pytest.mark.slow) for case in LOOPS_TOO)]
+)
 def test_a_tied_head_on_another_rank_changes_no_bit(case: tuple[Options, int, int, int]) -> None:
-    """Padded vocabularies, averages, replicas, several groups of micro-batches, frozen parts of the embedding."""
+    """Padded vocabularies, averages, replicas, several groups of micro-batches, frozen parts of the
+    embedding."""
     split, whole = looped(*case)
     assert split == whole
 
@@ -153,7 +226,11 @@ def test_weights_that_are_not_lent_again_are_noticed() -> None:
 
     def only_once(self: Loans, message: Any, micro_batch: Any) -> None:
         stage = self._stages.get(message.stage)
-        if message.kind != "lend" or not isinstance(stage, BorrowedStage) or not hasattr(stage, "give_back"):
+        if (
+            message.kind != "lend"
+            or not isinstance(stage, BorrowedStage)
+            or not hasattr(stage, "give_back")
+        ):
             receive(self, message, micro_batch)
             return
         for part in stage.parts:
@@ -169,7 +246,9 @@ def test_weights_that_are_not_lent_again_are_noticed() -> None:
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_twenty_steps_in_every_layout(schedule: str, placement: str, pipeline: int) -> None:
     """ZeRO 1, 2, 3 on one or two tensor-parallel and one or two data-parallel ranks."""
-    for zero_stage, tensor, data, tied in itertools.product((1, 2, 3), (1, 2), (1, 2), (False, True)):
+    for zero_stage, tensor, data, tied in itertools.product(
+        (1, 2, 3), (1, 2), (1, 2), (False, True)
+    ):
         options = {"num_layers": 8, "zero_stage": zero_stage, "tie_word_embeddings": tied}
         split = {**options, "pipeline_schedule": schedule, "pipeline_placement": placement}
         found = outcome(split, data, tensor, pipeline, steps=20)
@@ -182,7 +261,8 @@ def twenty_steps(options: tuple[tuple[str, Any], ...], data: int, tensor: int) -
     return outcome({**dict(options), **micro_batches(data)}, data, tensor, steps=20)
 
 
-# -- messages ------------------------------------------------------------------------------------------------------
+# -- messages
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -195,8 +275,15 @@ def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
         send(self, message, tensor)
         sent.append((self.sent[-1][1], self.sent[-1][1].clone()))
 
-    options = {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": schedule, "tie_word_embeddings": False}
-    with mock.patch.object(Messages, "send", remember):  # here, as threads would take back each other's patches
+    options = {
+        **OPTIONS,
+        "pipeline_parallel": 2,
+        "pipeline_schedule": schedule,
+        "tie_word_embeddings": False,
+    }
+    with mock.patch.object(
+        Messages, "send", remember
+    ):  # here, as threads would take back each other's patches
         on_threads(1, 1, run, options, 2, pipeline=2)
     assert sent and all(torch.equal(tensor, before) for tensor, before in sent)
 
@@ -245,6 +332,11 @@ def recorded(rank: ThreadRank, options: dict[str, Any]) -> tuple[list[Pass], lis
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_follows_the_simulated_order(schedule: str) -> None:
-    options = {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": schedule, "tie_word_embeddings": False}
+    options = {
+        **OPTIONS,
+        "pipeline_parallel": 2,
+        "pipeline_schedule": schedule,
+        "tie_word_embeddings": False,
+    }
     for passes, simulated in on_threads(1, 1, recorded, options, pipeline=2):
         assert passes == simulated

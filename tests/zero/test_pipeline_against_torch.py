@@ -1,4 +1,5 @@
-"""Gradients of our pipelines beside those of torch.distributed.pipelining, on two gloo ranks and the plain model."""
+"""Gradients of our pipelines beside those of torch.distributed.pipelining, on two gloo ranks and
+the plain model."""
 
 import warnings
 from typing import Any
@@ -18,7 +19,13 @@ from tests.support.plain_gpt import PlainGPT
 from tests.support.thread_ranks import on_threads
 
 SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble_v")
-OPTIONS = {"num_layers": 4, "batch_size": 4, "micro_batch_size": 1, "tie_word_embeddings": False, "zero_stage": 1}
+OPTIONS = {
+    "num_layers": 4,
+    "batch_size": 4,
+    "micro_batch_size": 1,
+    "tie_word_embeddings": False,
+    "zero_stage": 1,
+}
 Gradients = dict[str, Tensor]
 
 
@@ -48,14 +55,19 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def plain_model(engine: Engine) -> PlainGPT:
     model = PlainGPT(engine.config.model)
-    model.load({name: weight.float().numpy().copy() for name, weight in engine.model.full_weights()})
+    model.load(
+        {name: weight.float().numpy().copy() for name, weight in engine.model.full_weights()}
+    )
     return model
 
 
 def of_torch(model: PlainGPT, name: str, rank: int, batches: list[MicroBatch]) -> Gradients:
     """Gradients of this rank's stages."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+    from torch.distributed.pipelining.schedules import (
+        ScheduleInterleaved1F1B,
+        ScheduleZBVZeroBubble,
+    )
 
     made: dict[str, Any] = {
         "one_f_one_b": (Schedule1F1B, [rank]),
@@ -67,10 +79,22 @@ def of_torch(model: PlainGPT, name: str, rank: int, batches: list[MicroBatch]) -
     size = len(model.blocks) // count
     chunks = {place: Chunk(model, range(place * size, (place + 1) * size)) for place in places}
     stages = [PipelineStage(chunks[place], place, count, torch.device("cpu")) for place in places]
-    run = schedule(stages if len(places) > 1 else stages[0], len(batches), loss_fn=summed_loss, scale_grads=False)
-    tokens, labels = (torch.cat([getattr(each, kind) for each in batches]) for kind in ("tokens", "labels"))
-    run.step(*((tokens,) if 0 in places else ()), **({"target": labels, "losses": []} if count - 1 in places else {}))
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    run = schedule(
+        stages if len(places) > 1 else stages[0],
+        len(batches),
+        loss_fn=summed_loss,
+        scale_grads=False,
+    )
+    tokens, labels = (
+        torch.cat([getattr(each, kind) for each in batches]) for kind in ("tokens", "labels")
+    )
+    run.step(
+        *((tokens,) if 0 in places else ()),
+        **({"target": labels, "losses": []} if count - 1 in places else {}),
+    )
+    return {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
 
 
 def ours(engine: Engine, batches: list[MicroBatch]) -> Gradients:
@@ -89,7 +113,10 @@ def both(ranks: Distributed) -> list[Any]:
     for name in SCHEDULES:
         engine = Engine(ranks, {**OPTIONS, "pipeline_parallel": 2, "pipeline_schedule": name})
         batches = engine.batches(1, torch.ones(()))
-        pair = ours(engine, batches), of_torch(plain_model(engine), name, ranks.pipeline.rank, batches)
+        pair = (
+            ours(engine, batches),
+            of_torch(plain_model(engine), name, ranks.pipeline.rank, batches),
+        )
         found.append(tuple({name: value.numpy() for name, value in some.items()} for some in pair))
     return found
 
@@ -99,12 +126,15 @@ def one_rank(ranks: Any) -> tuple[Gradients, Gradients]:
     batches, model = engine.batches(1, torch.ones(())), plain_model(engine)
     for batch in batches:
         summed_loss(model(batch.tokens), batch.labels).backward()
-    plain = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    plain = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     return ours(engine, batches), plain
 
 
 def test_gradients_are_those_of_torchs_schedules() -> None:
-    """To the last bit, but for what our kernels round otherwise than the plain model, on one rank as well."""
+    """To the last bit, but for what our kernels round otherwise than the plain model, on one rank
+    as well."""
     (own, plain), ranks = on_threads(1, 1, one_rank)[0], run_distributed(2, both)
     assert own.keys() == plain.keys()
     for place, name in enumerate(SCHEDULES):
@@ -117,4 +147,6 @@ def test_gradients_are_those_of_torchs_schedules() -> None:
         for parameter, value in own.items():
             assert torch.equal(gradients[parameter], value), (name, parameter)
             assert torch.equal(torchs[parameter], plain[parameter]), (name, parameter)
-            assert torch.allclose(value, plain[parameter], rtol=0, atol=3e-6 * float(plain[parameter].abs().max()))
+            assert torch.allclose(
+                value, plain[parameter], rtol=0, atol=3e-6 * float(plain[parameter].abs().max())
+            )

@@ -1,16 +1,26 @@
-"""Pipeline schedules on paper: published bubbles, no deadlock, and no swap that the simulation misses."""
+"""Pipeline schedules on paper: published bubbles, no deadlock, and no swap that the simulation
+misses."""
 
 import random
 
 import pytest
 
 from megatron_lite.config.system import PIPELINE_SCHEDULES
-from megatron_lite.zero.pipeline import Durations, Pass, Pipeline, Ties, needed_by, place, training_passes
+from megatron_lite.zero.pipeline import (
+    Durations,
+    Pass,
+    Pipeline,
+    Ties,
+    needed_by,
+    place,
+    training_passes,
+)
 from megatron_lite.zero.simulation import simulate, transfers
 
 UNIT = Durations()
 NOTHING = Durations(1e-9, 1e-9, 1e-9)  # of embedding and head
-# Of torch's own action lists (bubble in percent, activations in micro-batches): P, M -> schedule, chunks a rank.
+# Of torch's own action lists (bubble in percent, activations in micro-batches): P, M -> schedule,
+# chunks a rank.
 COLUMNS = [
     *(("one_f_one_b", 1), ("breadth_first", 2), ("breadth_first", 4)),
     *(("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)),
@@ -28,7 +38,9 @@ def test_bubbles_are_those_of_torchs_schedules(ranks: int, micro_batches: int) -
         assert_bubble(name, loops, ranks, micro_batches, bubble, held)
 
 
-def assert_bubble(name: str, loops: int, ranks: int, micro_batches: int, bubble: float, held: float) -> None:
+def assert_bubble(
+    name: str, loops: int, ranks: int, micro_batches: int, bubble: float, held: float
+) -> None:
     pipeline = place(ranks, ranks * loops + 2, name, "v" if name == "zero_bubble_v" else "loop")
     durations = [NOTHING, *[UNIT] * (ranks * loops), NOTHING]
     # The table counts chunks: no activations of embedding and head.
@@ -52,7 +64,11 @@ Drawn = tuple[Pipeline, int, list[Durations], list[list[Pass]], Ties]
 
 def draw(dice: random.Random) -> Drawn:
     name = dice.choice(PIPELINE_SCHEDULES)
-    placement = "v" if name == "zero_bubble_v" or (name == "breadth_first" and dice.random() < 0.5) else "loop"
+    placement = (
+        "v"
+        if name == "zero_bubble_v" or (name == "breadth_first" and dice.random() < 0.5)
+        else "loop"
+    )
     ranks = dice.randint(2, 5)
     stages = ranks * (2 if placement == "v" else 1) + dice.randint(0, 7)
     pipeline = place(ranks, stages + 2, name, placement, dice.choice((0.0, dice.uniform(0.1, 6.0))))
@@ -68,14 +84,18 @@ def draw(dice: random.Random) -> Drawn:
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_schedule_waits_for_ever(count: int) -> None:
-    """Any sizes and durations, frozen stages, ties: each pass is computed once, and what arrives is taken in time.
+    """Any sizes and durations, frozen stages, ties: each pass is computed once, and what arrives is
+    taken in time.
 
-    The order of the simulation must hold for other durations, too: real ones are never those of the plan.
+    The order of the simulation must hold for other durations, too: real ones are never those of the
+    plan.
     """
     dice = random.Random(1)
     for _ in range(count):
         pipeline, first_trained, durations, passes, ties = draw(dice)
-        timeline = simulate(passes, pipeline, durations, first_trained, message=dice.choice((0.0, 0.3)), ties=ties)
+        timeline = simulate(
+            passes, pipeline, durations, first_trained, message=dice.choice((0.0, 0.3)), ties=ties
+        )
         assert timeline.bubble > -1e-9
         others = [Durations(*(dice.uniform(0.01, 9.0) for _ in range(3))) for _ in durations]
         simulate(passes, pipeline, others, first_trained, ties=ties)
@@ -85,9 +105,11 @@ def test_no_schedule_waits_for_ever(count: int) -> None:
 
 
 def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list, apart: Ties) -> None:  # type: ignore[type-arg]
-    """Run all ranks with transfers that begin only once both sides have started them; each send waits for its end.
+    """Run all ranks with transfers that begin only once both sides have started them; each send
+    waits for its end.
 
-    A borrower returns gradients after its last pass, if the lender is trained, and does not wait for them.
+    A borrower returns gradients after its last pass, if the lender is trained, and does not wait
+    for them.
     """
     sent: dict[tuple[int, int], list] = {}  # type: ignore[type-arg]
     started: dict[tuple[int, int], list] = {}  # type: ignore[type-arg]
@@ -102,10 +124,16 @@ def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list, apart: Tie
                     posted[rank] = step
                     for message in moved[rank].receive[step]:
                         lends = message.kind == "lend" and pipeline.rank_of[message.stage] == rank
-                        some, pair = (sent, (rank, message.peer)) if lends else (started, (message.peer, rank))
+                        some, pair = (
+                            (sent, (rank, message.peer))
+                            if lends
+                            else (started, (message.peer, rank))
+                        )
                         some.setdefault(pair, []).append(message[:3])
                     progress = True
-                if any(stage == own[step].stage and own[step].kind != "forward" for stage, _ in apart):
+                if any(
+                    stage == own[step].stage and own[step].kind != "forward" for stage, _ in apart
+                ):
                     pair = (pipeline.rank_of[apart[0][1]], rank)
                     if not all(("return", 0, 0) in some.get(pair, []) for some in (sent, started)):
                         break
@@ -123,25 +151,36 @@ def replay(pipeline: Pipeline, passes: list[list[Pass]], moved: list, apart: Tie
                 waits[rank], place[rank], progress = 0, step + 1, True
                 for lender, borrower in apart:
                     owner = pipeline.rank_of[lender]
-                    trained = any(each.kind != "forward" and each.stage == lender for each in passes[owner])
-                    if own[step].stage == borrower and trained and borrower not in [it.stage for it in own[step + 1 :]]:
+                    trained = any(
+                        each.kind != "forward" and each.stage == lender for each in passes[owner]
+                    )
+                    if (
+                        own[step].stage == borrower
+                        and trained
+                        and borrower not in [it.stage for it in own[step + 1 :]]
+                    ):
                         sent.setdefault((rank, owner), []).append(("return", lender, 0))
         assert progress, "deadlock"
     assert sent == started, "a pair's messages arrive in another order than they are sent"
 
 
 def test_every_wrong_order_is_found() -> None:
-    """Two passes of a rank that depend on each other, or are of the same stage and kind, swapped: 200 times."""
+    """Two passes of a rank that depend on each other, or are of the same stage and kind, swapped:
+    200 times."""
     dice, found = random.Random(2), 0
     while found < 200:
         pipeline, first_trained, durations, passes, ties = draw(dice)
         rank = dice.randrange(pipeline.ranks)
-        first, second = sorted(dice.choices(range(len(passes[rank])), k=2)) if passes[rank] else (0, 0)
+        first, second = (
+            sorted(dice.choices(range(len(passes[rank])), k=2)) if passes[rank] else (0, 0)
+        )
         if first == second:
             continue
         one, other = passes[rank][first], passes[rank][second]
         result = one._replace(kind="input") if one.kind == "backward" else one
-        if (one.kind, one.stage) != (other.kind, other.stage) and result not in [*needed_by(other, 99)]:
+        if (one.kind, one.stage) != (other.kind, other.stage) and result not in [
+            *needed_by(other, 99)
+        ]:
             continue
         passes[rank][first], passes[rank][second] = other, one
         with pytest.raises(AssertionError):
@@ -150,10 +189,14 @@ def test_every_wrong_order_is_found() -> None:
 
 
 def test_an_embedding_waits_for_the_head_on_another_rank() -> None:
-    """Without the tie its backward passes come at once, which the simulation of a tied model refuses."""
+    """Without the tie its backward passes come at once, which the simulation of a tied model
+    refuses."""
     pipeline, durations = place(2, 6, "one_f_one_b", "loop"), [UNIT] * 6
     ties = ((0, 5),)
-    untied, tied = (training_passes(pipeline, "one_f_one_b", [range(4)], durations, 0, some) for some in ((), ties))
+    untied, tied = (
+        training_passes(pipeline, "one_f_one_b", [range(4)], durations, 0, some)
+        for some in ((), ties)
+    )
     assert tied[0][-4:] == [Pass("backward", 0, micro_batch) for micro_batch in range(4)]
     simulate(untied, pipeline, durations)
     with pytest.raises(AssertionError, match="waits for ever before .*backward"):
@@ -161,7 +204,8 @@ def test_an_embedding_waits_for_the_head_on_another_rank() -> None:
 
 
 def test_the_rank_of_the_head_has_fewer_blocks() -> None:
-    """With one loop a rank that could give a block away has at most one more than others; steps get shorter."""
+    """With one loop a rank that could give a block away has at most one more than others; steps get
+    shorter."""
     dice, ratios = random.Random(2), []
     for name, placement in (("one_f_one_b", "loop"), ("zero_bubble_v", "v")) * 6:
         ranks = dice.randint(2, 5)
@@ -172,17 +216,24 @@ def test_the_rank_of_the_head_has_fewer_blocks() -> None:
         durations = [NOTHING, *[UNIT] * blocks, Durations(head, head, head)]
         groups, chunks = [range(4 * ranks)], len(pipeline.chunks) // ranks
         of_blocks = [len({*pipeline.stages_of(rank)} - {0, blocks + 1}) for rank in range(ranks)]
-        work = [count + head * (blocks + 1 in pipeline.stages_of(rank)) for rank, count in enumerate(of_blocks)]
-        assert all(of <= min(work) + 1 for of, count in zip(work, of_blocks, strict=True) if count > chunks)
+        work = [
+            count + head * (blocks + 1 in pipeline.stages_of(rank))
+            for rank, count in enumerate(of_blocks)
+        ]
+        assert all(
+            of <= min(work) + 1 for of, count in zip(work, of_blocks, strict=True) if count > chunks
+        )
         both = [
-            simulate(training_passes(it, name, groups, durations), it, durations).duration for it in (even, pipeline)
+            simulate(training_passes(it, name, groups, durations), it, durations).duration
+            for it in (even, pipeline)
         ]
         ratios.append(both[1] / both[0])
     assert max(ratios) <= 1.01 and sorted(ratios)[len(ratios) // 2] < 0.9, sorted(ratios)
 
 
 def test_breadth_first_gathers_and_reduces_once_a_stage() -> None:
-    """ZeRO-3 with two weight buffers, 8 stages a rank, P = 4, M = 16: 14 gathers a step, and many more interleaved."""
+    """ZeRO-3 with two weight buffers, 8 stages a rank, P = 4, M = 16: 14 gathers a step, and many
+    more interleaved."""
     from megatron_lite.zero.schedule import StagePlan, schedule
 
     gathers = {}

@@ -1,9 +1,11 @@
-"""A shared buffer is never written, nor zeroed, nor computed with before the collective that uses it has finished.
+"""A shared buffer is never written, nor zeroed, nor computed with before the collective that uses
+it has finished.
 
-Collectives are made slow in two ways. Late: nothing is sent before somebody waits, and then the input must still be
-what it was. Delayed: a thread sends and receives while the main thread computes, chosen collectives 0.1 s after they
-were started. Whoever forgets to wait writes into a buffer that is still to be read, which is caught at once, or
-computes with what was there before, which changes numbers.
+Collectives are made slow in two ways. Late: nothing is sent before somebody waits, and then the
+input must still be what it was. Delayed: a thread sends and receives while the main thread
+computes, chosen collectives 0.1 s after they were started. Whoever forgets to wait writes into a
+buffer that is still to be read, which is caught at once, or computes with what was there before,
+which changes numbers.
 """
 
 import contextlib
@@ -82,7 +84,8 @@ ALL = [
     for buffers, order, kind in itertools.product(BUFFERS, ORDERS, KINDS)
     if is_legal(buffers | kind)
 ]
-# Every buffer count, every order with each of the first three, tied and not in turn; every kind at ZeRO 1 or 2, and 3.
+# Every buffer count, every order with each of the first three, tied and not in turn; every kind at
+# ZeRO 1 or 2, and 3.
 SOME = [
     layout(buffers, order, tie_word_embeddings=(i + j) % 2 == 0)
     for (i, buffers), (j, order) in itertools.product(enumerate(BUFFERS), enumerate(ORDERS))
@@ -96,10 +99,15 @@ SOME = [
 
 
 def train_late(distributed: Any, layouts: list[Options]) -> list[Outcome]:
-    return [Engine(distributed, options, LateGroup(distributed)).run(3, evaluate_every=2) for options in layouts]
+    return [
+        Engine(distributed, options, LateGroup(distributed)).run(3, evaluate_every=2)
+        for options in layouts
+    ]
 
 
-def train_normally_and_delayed(distributed: Distributed, layouts: list[Options]) -> list[tuple[Outcome, Outcome]]:
+def train_normally_and_delayed(
+    distributed: Distributed, layouts: list[Options]
+) -> list[tuple[Outcome, Outcome]]:
     """Two collectives of each run are 0.1 s late, others in every layout."""
     delayed, outcomes = DelayedGroup(distributed), []
     for seed, options in enumerate(layouts):
@@ -132,7 +140,8 @@ def compare(ranks: int, layouts: list[Options]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_slow_collectives_change_no_bit(ranks: int) -> None:
-    """Some buffer counts, orders and kinds of parameters, with an evaluation in between: the same numbers.
+    """Some buffer counts, orders and kinds of parameters, with an evaluation in between: the same
+    numbers.
 
     All of them are held against late collectives of simulated ranks below, half of them by default.
     """
@@ -147,7 +156,8 @@ def test_slow_collectives_change_no_bit_in_any_combination(ranks: int, part: int
     compare(ranks, ALL[part::6])
 
 
-# -- what happens without the waits ----------------------------------------------------------------------------------
+# -- what happens without the waits
+# ----------------------------------------------------------------------------------
 
 # The functions that wait for a buffer, and what may happen without.
 WAITS = {
@@ -161,7 +171,8 @@ WAITS = {
 
 @contextlib.contextmanager
 def removed_wait(site: str | None, seen: set[str] | None = None) -> Iterator[None]:
-    """One of the functions no longer waits; who waits later, waits for all that is still under way."""
+    """One of the functions no longer waits; who waits later, waits for all that is still under
+    way."""
     wait, seen = Buffer.wait, set() if seen is None else seen
 
     def wait_unless_removed(buffer: Buffer) -> None:
@@ -171,9 +182,14 @@ def removed_wait(site: str | None, seen: set[str] | None = None) -> Iterator[Non
             wait(buffer)
 
     def start(buffer: Buffer, collective: Handle) -> None:
-        buffer._pending = collective if buffer._pending is None else Works([buffer._pending, collective])
+        buffer._pending = (
+            collective if buffer._pending is None else Works([buffer._pending, collective])
+        )
 
-    with mock.patch.object(Buffer, "wait", wait_unless_removed), mock.patch.object(Buffer, "start", start):
+    with (
+        mock.patch.object(Buffer, "wait", wait_unless_removed),
+        mock.patch.object(Buffer, "start", start),
+    ):
         yield
 
 
@@ -182,9 +198,11 @@ def train(engine: Engine) -> Outcome:
 
 
 def gather_twice(engine: Engine) -> list[float]:
-    """Two stages of unequal size gathered into one buffer, one right after the other: the weights of the second.
+    """Two stages of unequal size gathered into one buffer, one right after the other: the weights
+    of the second.
 
-    No schedule does that today, since nothing is gathered that is not needed; a validation between two steps might.
+    No schedule does that today, since nothing is gathered that is not needed; a validation between
+    two steps might.
     """
     first, second = engine.model.stages[0], engine.model.stages[2]
     assert first.weights is second.weights and first.numel != second.numel
@@ -247,10 +265,13 @@ class Recorder(SimulatedRanks):
 
 
 @pytest.mark.parametrize(("options", "prefetched"), [(ZERO_1, 5), (ZERO_3, 2)])
-def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Options, prefetched: int) -> None:
+def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(
+    options: Options, prefetched: int
+) -> None:
     """They start stage by stage within the update, and only the next step waits for them.
 
-    In ZeRO 3 stages 2 and 4 are updated while their buffer is filled with stage 0: no reason to wait.
+    In ZeRO 3 stages 2 and 4 are updated while their buffer is filled with stage 0: no reason to
+    wait.
     """
     ranks = Recorder()
     engine = Engine(ranks, options)
@@ -260,7 +281,8 @@ def test_gathers_of_the_next_step_overlap_the_rest_of_the_update(options: Option
     assert ranks.log == ["gather"] * prefetched
 
 
-# -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------
+# -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream
+# ---------------------------------------------
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -280,7 +302,8 @@ def test_simulated_ranks_can_be_late_too(half: int) -> None:
 
 @pytest.mark.parametrize("case", range(len(MUTATIONS)))
 def test_late_collectives_notice_a_missing_wait(case: int) -> None:
-    """The tests above can fail: each removed wait is noticed where nothing is sent before a wait."""
+    """The tests above can fail: each removed wait is noticed where nothing is sent before a
+    wait."""
     ranks = SimulatedRanks()
     right = outcome(ranks, ranks, case, mutated=False)
     assert outcome(ranks, LateGroup(ranks), case, mutated=False) == right

@@ -1,7 +1,7 @@
 """Collectives of tensor-parallel ranks: nothing is computed with before it has arrived.
 
-Collectives are late: nothing is sent before somebody waits, and then the input must still be what it was. Until then
-the places of others hold NaN. Ranks are threads.
+Collectives are late: nothing is sent before somebody waits, and then the input must still be what
+it was. Until then the places of others hold NaN. Ranks are threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,26 @@ from tests.support.tensor_cases import CASES, LLAMA, QWEN3, CaseEngine, Layout, 
 from tests.support.thread_ranks import on_threads
 
 READ = "written while a collective still reads it"
-ZERO_3: Options = {"zero_stage": 3, "breadth_first_micro_batches": 2, "batch_size": None, "micro_batch_size": 2}
+ZERO_3: Options = {
+    "zero_stage": 3,
+    "breadth_first_micro_batches": 2,
+    "batch_size": None,
+    "micro_batch_size": 2,
+}
 # Together they wait for every collective of a training.
 RUNS: list[tuple[Options, Layout]] = [
-    ({**QWEN3, "zero_stage": 3, "mlp_recompute_level": "full", "overlap_tensor_reduce": True}, (1, 2, True)),
-    ({**CASES["whole embeddings, tied"], "recompute_layers": 1, "hidden_dropout": 0.1}, (1, 2, True)),
-    ({**LLAMA, "head_groups": 1, "cross_entropy_splits": 2, "cross_entropy_block_size": 9}, (1, 2, False)),
+    (
+        {**QWEN3, "zero_stage": 3, "mlp_recompute_level": "full", "overlap_tensor_reduce": True},
+        (1, 2, True),
+    ),
+    (
+        {**CASES["whole embeddings, tied"], "recompute_layers": 1, "hidden_dropout": 0.1},
+        (1, 2, True),
+    ),
+    (
+        {**LLAMA, "head_groups": 1, "cross_entropy_splits": 2, "cross_entropy_block_size": 9},
+        (1, 2, False),
+    ),
     ({**CASES["gpt2"], **ZERO_3, "overlap_tensor_reduce": True}, (2, 2, False)),
 ]
 Site = tuple[str, str, int, str]  # file, function, line, kind of collective
@@ -94,7 +108,8 @@ PASSING = (
 
 
 class removed_wait:  # noqa: N801 - reads as a statement
-    """Nobody waits at one site any more. `seen`: sites that wait for a tensor-parallel collective."""
+    """Nobody waits at one site any more. `seen`: sites that wait for a tensor-parallel
+    collective."""
 
     def __init__(self, site: Site | None = None) -> None:
         self.site, self.seen = site, set[Site]()
@@ -153,7 +168,9 @@ def test_late_collectives_change_no_bit(place: int) -> None:
     """Two steps, an evaluation and an export: late data and tensor collectives together."""
     found, _ = late_runs()[place]
     assert found == right(place, 2)
-    assert not isinstance(found[0], str) and found[0].losses[0] != found[0].losses[1], "nothing is trained"
+    assert not isinstance(found[0], str) and found[0].losses[0] != found[0].losses[1], (
+        "nothing is trained"
+    )
 
 
 def test_these_functions_wait() -> None:
@@ -161,7 +178,8 @@ def test_these_functions_wait() -> None:
 
 
 def test_each_missing_wait_is_noticed() -> None:
-    """Without any one of the waits, numbers change or a buffer is written while it is being sent."""
+    """Without any one of the waits, numbers change or a buffer is written while it is being
+    sent."""
     runs = late_runs()
     for site in sorted({site for _, sites in runs for site in sites}):
         with removed_wait(site):
@@ -169,10 +187,18 @@ def test_each_missing_wait_is_noticed() -> None:
             assert any(outcomes(place, True, 1) != right(place, 1) for place in places), site
 
 
-# -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream ---------------------------------------------
+# -- ranks that are simulated, as tests/test_gpu.py does on a CUDA stream
+# ---------------------------------------------
 
 SIMULATED: list[Options] = [
-    {**QWEN3, "tensor_parallel": 2, "sequence_tensor_parallel": tokens, "batch_size": 4, "vocab_size": 62, **halves}
+    {
+        **QWEN3,
+        "tensor_parallel": 2,
+        "sequence_tensor_parallel": tokens,
+        "batch_size": 4,
+        "vocab_size": 62,
+        **halves,
+    }
     for tokens in (False, True)
     for halves in ({}, {"overlap_tensor_reduce": True, "sequence_length": 128})
 ]

@@ -19,7 +19,9 @@ from tests.support.memory_meters import a_model, micro_batches
 def build(distributed: Distributed, **options: Any) -> MultiStage:
     config = tiny_config(distributed.world_size, **options)
     layers = build_gpt(config.model, config.batch.sequence_length)
-    model = MultiStage(layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed)
+    model = MultiStage(
+        layers, config.multi_stage, config.batch, config.distributed.training_dtype, distributed
+    )
     model.initialize(config.distributed.seed)
     return model
 
@@ -49,7 +51,8 @@ def compute_with_a_foreign_buffer(distributed: Distributed) -> list[str]:
 
 
 def test_computing_with_another_stages_buffer_is_caught() -> None:
-    """Autograd cannot see a wrong buffer behind a parameter; the guards can, in forward and backward."""
+    """Autograd cannot see a wrong buffer behind a parameter; the guards can, in forward and
+    backward."""
     assert run_distributed(2, compute_with_a_foreign_buffer)[0] == [
         "stage 3 would compute with the weights of stage 1",
         "stage 1 would add its gradients to those of stage None",
@@ -59,7 +62,13 @@ def test_computing_with_another_stages_buffer_is_caught() -> None:
 def padding_after_reduction(distributed: Distributed) -> list[float]:
     """Fill all gradient memory with NaN, run an iteration, and look at every shard whole."""
     model = build(
-        distributed, zero_stage=2, vocab_size=61, hidden_size=36, num_attention_heads=3, num_layers=3, batch_size=6
+        distributed,
+        zero_stage=2,
+        vocab_size=61,
+        hidden_size=36,
+        num_attention_heads=3,
+        num_layers=3,
+        batch_size=6,
     )
     for stage in model.stages:
         assert stage.gradients is not None and stage.trainable is not None
@@ -76,24 +85,34 @@ def test_padding_is_zero_before_each_reduction() -> None:
 
 
 def initial_weights(distributed: Distributed, options: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: weight.numpy().copy() for name, weight in build(distributed, **options).full_weights()}
+    return {
+        name: weight.numpy().copy() for name, weight in build(distributed, **options).full_weights()
+    }
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
-    """The same bits for every rank count, stage grouping and ZeRO stage; others for another seed."""
+    """The same bits for every rank count, stage grouping and ZeRO stage; others for another
+    seed."""
     layouts = [(1, {}), (2, {"zero_stage": 3}), (3, {"layers_per_stage": 2.0, "batch_size": 6})]
     options = {"random_bias_init": True, "layer_norm_init_range": 0.1}
-    results = [run_distributed(ranks, initial_weights, {**layout, **options})[0] for ranks, layout in layouts]
+    results = [
+        run_distributed(ranks, initial_weights, {**layout, **options})[0]
+        for ranks, layout in layouts
+    ]
     for other in results[1:]:
         assert all(np.array_equal(results[0][name], other[name]) for name in results[0])
     reseeded = run_distributed(1, initial_weights, {**options, "seed": 5})[0]
     same = [name for name in results[0] if np.array_equal(results[0][name], reseeded[name])]
-    assert all(name.endswith("norm.bias") for name in same), "only norm biases start from a constant here"
+    assert all(name.endswith("norm.bias") for name in same), (
+        "only norm biases start from a constant here"
+    )
     word = results[0]["embedding.word.weight"]
     assert abs(word.std() / 32**-0.5 - 1) < 0.05 and abs(word.mean()) < 0.01
 
 
-def gather_and_agree(distributed: Distributed) -> tuple[list[float], list[Any], Any, int, list[float]]:
+def gather_and_agree(
+    distributed: Distributed,
+) -> tuple[list[float], list[Any], Any, int, list[float]]:
     buffer = torch.full((distributed.world_size * 3,), -1.0)
     buffer.view(-1, 3)[distributed.rank] = float(distributed.rank)
     handle = distributed.all_gather(buffer)
@@ -102,7 +121,13 @@ def gather_and_agree(distributed: Distributed) -> tuple[list[float], list[Any], 
     objects = distributed.gather_objects({"rank": distributed.rank, "text": "é" * distributed.rank})
     word = distributed.broadcast_object(["from", distributed.rank])
     total = distributed.sum_in_rank_order(torch.tensor([1.0, float(distributed.rank)]))
-    return buffer.tolist(), objects, word, distributed.agree_max(distributed.rank * 2), total.tolist()
+    return (
+        buffer.tolist(),
+        objects,
+        word,
+        distributed.agree_max(distributed.rank * 2),
+        total.tolist(),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -116,7 +141,8 @@ def test_gathers_and_agreement(ranks: int) -> None:
 
 @pytest.mark.parametrize(("architecture", "most"), [("gpt2", 500), ("llama", 520)])
 def test_a_block_makes_few_calls(architecture: str, most: int) -> None:
-    """Calls of Python and of C from Python in a block's forward and backward pass: they cost more than small kernels.
+    """Calls of Python and of C from Python in a block's forward and backward pass: they cost more
+    than small kernels.
 
     One more wrapper around each product is 12 calls, the wrapper of torch.autograd.Function is 120.
     """

@@ -32,16 +32,23 @@ class Library:
     def rendezvous(self, tensor: Tensor, group_name: str) -> None:
         if self.refuses:
             raise RuntimeError("NCCL error: no access\nmore")
-        assert group_name and tensor.data_ptr() == self.allocated[len(self.registered)].data_ptr(), "in order, whole"
+        assert (
+            group_name and tensor.data_ptr() == self.allocated[len(self.registered)].data_ptr()
+        ), "in order, whole"
         self.registered.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
 
     def holds(self, tensor: Tensor) -> bool:
         first = tensor.data_ptr()
-        return any(start <= first and first + tensor.nbytes <= end for start, end in self.registered)
+        return any(
+            start <= first and first + tensor.nbytes <= end for start, end in self.registered
+        )
 
 
-def train_registered(distributed: Distributed, options: dict[str, Any]) -> tuple[Trajectory, list[str], list[int]]:
-    """Train; return also the kinds of collectives in registered memory, and the sizes of all registered buffers."""
+def train_registered(
+    distributed: Distributed, options: dict[str, Any]
+) -> tuple[Trajectory, list[str], list[int]]:
+    """Train; return also the kinds of collectives in registered memory, and the sizes of all
+    registered buffers."""
     library, kinds = Library(), set[str]()
 
     def checked(name: str, usual: str) -> Any:
@@ -75,14 +82,19 @@ def both_ways(distributed: Distributed) -> list[list[int]]:
     for options in CASES:
         trajectory, kinds, sizes = train_registered(distributed, options)
         usual = train_tiny(distributed, options, iterations=3)
-        assert kinds == ["gather", "reduce"] and trajectory.memory_bytes == usual.memory_bytes, options
-        assert trajectory.losses == usual.losses and same_weights(trajectory.weights, usual.weights), options
+        assert kinds == ["gather", "reduce"] and trajectory.memory_bytes == usual.memory_bytes, (
+            options
+        )
+        assert trajectory.losses == usual.losses and same_weights(
+            trajectory.weights, usual.weights
+        ), options
         every.append(sizes)
     return every
 
 
 def test_every_gather_and_reduction_is_in_registered_memory() -> None:
-    """The same losses, weights and bytes as in ordinary memory; ranks register the same sizes in the same order."""
+    """The same losses, weights and bytes as in ordinary memory; ranks register the same sizes in
+    the same order."""
     first, second = run_distributed(2, both_ways)
     assert first == second and all(first)
 
@@ -95,5 +107,7 @@ def refused(distributed: Distributed) -> str:
 
 
 def test_a_refused_registration_is_an_error_on_every_rank() -> None:
-    expected = "rank 1: --symmetric_memory=1: NCCL refuses a buffer (NCCL error: no access); leave it out"
+    expected = (
+        "rank 1: --symmetric_memory=1: NCCL refuses a buffer (NCCL error: no access); leave it out"
+    )
     assert run_distributed(2, refused) == [expected, expected]

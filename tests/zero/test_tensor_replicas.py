@@ -1,4 +1,5 @@
-"""Copies of parameters on tensor-parallel ranks: counted once, and given the same sum of their gradients."""
+"""Copies of parameters on tensor-parallel ranks: counted once, and given the same sum of their
+gradients."""
 
 import itertools
 
@@ -18,17 +19,22 @@ ZEROS = Initializer("constant", 0.0)
 
 
 def specs_of(ranks: int, rank: int) -> list[ParameterSpec]:
-    """Return parameters of every kind: split rows and columns, fewer key heads than ranks, a vocabulary, copies."""
+    """Return parameters of every kind: split rows and columns, fewer key heads than ranks, a
+    vocabulary, copies."""
     few = max(parts for parts in (1, 2) if ranks % parts == 0 and (parts < ranks or ranks == 1))
     splits: dict[str, tuple[tuple[int, ...], Split]] = {
         "word": ((5 * ranks - 2, 3), Split(ranks, 0, 0, (Block(5 * ranks - 2, ranks, 5),), True)),
         "qkv": (
             (12 * ranks + 8, 7),
-            Split(ranks, 0, 0, (Block.of(12 * ranks, ranks), Block.of(4, few), Block.of(4, few)), True),
+            Split(
+                ranks, 0, 0, (Block.of(12 * ranks, ranks), Block.of(4, few), Block.of(4, few)), True
+            ),
         ),
         "qkv.bias": (
             (12 * ranks + 8,),
-            Split(ranks, 0, 0, (Block.of(12 * ranks, ranks), Block.of(4, few), Block.of(4, few)), True),
+            Split(
+                ranks, 0, 0, (Block.of(12 * ranks, ranks), Block.of(4, few), Block.of(4, few)), True
+            ),
         ),
         "output": ((9, 12 * ranks), Split(ranks, 0, 1, (Block.of(12 * ranks, ranks),), True)),
         "output.bias": ((9,), Split(ranks, 0)),
@@ -39,7 +45,9 @@ def specs_of(ranks: int, rank: int) -> list[ParameterSpec]:
             Split(ranks, 0, 0, (Block.of(5 * ranks, ranks), Block.of(5 * ranks, ranks)), True),
         ),
     }
-    plain = [ParameterSpec(name, shape, ZEROS, split=split) for name, (shape, split) in splits.items()]
+    plain = [
+        ParameterSpec(name, shape, ZEROS, split=split) for name, (shape, split) in splits.items()
+    ]
     return [spec.on(rank) for spec in plain]
 
 
@@ -57,13 +65,17 @@ LAYOUTS = list(itertools.product([1, 2, 3], [1, 2, 3, 4]))
 @pytest.mark.parametrize(("data", "ranks"), LAYOUTS)
 def test_each_element_counts_once(data: int, ranks: int) -> None:
     """Sums over what counts on each rank are sums over whole parameters."""
-    numbers = {spec.name: torch.rand(spec.shape).round(decimals=2) + 1 for spec in specs_of(ranks, 0)}
+    numbers = {
+        spec.name: torch.rand(spec.shape).round(decimals=2) + 1 for spec in specs_of(ranks, 0)
+    }
     counted: list[float] = []
     for rank, data_rank in itertools.product(range(ranks), range(data)):
         layout = lay_out(specs_of(ranks, rank), data)
         replicas = Replicas(layout, data_rank, _Named(rank, ranks))  # type: ignore[arg-type]
         shard = marked(layout, data_rank, numbers)
-        counted += itertools.chain.from_iterable(shard[start:end].tolist() for start, end in replicas.counted)
+        counted += itertools.chain.from_iterable(
+            shard[start:end].tolist() for start, end in replicas.counted
+        )
     found = sorted(value for value in counted if value)
     assert found == sorted(torch.cat([value.flatten() for value in numbers.values()]).tolist())
 
@@ -125,7 +137,9 @@ def test_on_gpus_other_copies_are_those_of_the_first_holder() -> None:
         for slot, start, end in layout.pieces(0):
             place = slice(slot.offset + start, slot.offset + end)
             if slot.spec.name == "output.bias":
-                assert torch.equal(after[place], found[0][1][place]) and torch.equal(found[0][2][place], after[place])
+                assert torch.equal(after[place], found[0][1][place]) and torch.equal(
+                    found[0][2][place], after[place]
+                )
             elif slot.spec.name == "output":
                 assert torch.equal(after[place], before[place])
             elif slot.spec.name == "norm":
@@ -140,7 +154,10 @@ def holders_of(spec: ParameterSpec, element: int) -> tuple[int, ...]:
 def assembled(ranks: ThreadRank, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters that are gathered from this rank's and other ranks' parts."""
     specs = specs_of(ranks.tensor.world_size, ranks.tensor.rank)
-    return {spec.name: whole_parameter(spec, spec.local(values[spec.name]), ranks.tensor) for spec in specs}
+    return {
+        spec.name: whole_parameter(spec, spec.local(values[spec.name]), ranks.tensor)
+        for spec in specs
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -153,4 +170,8 @@ def test_parts_are_gathered_to_the_whole(ranks: int) -> None:
 
 def test_one_rank_has_no_copies() -> None:
     part = FlatShard(specs_of(1, 0), False, True, Alone(), ADAM_STATE)
-    assert part.replicas is None and part.counted() == [(0, part.layout.shard_numel)] and part.counted(3, 5) == [(3, 5)]
+    assert (
+        part.replicas is None
+        and part.counted() == [(0, part.layout.shard_numel)]
+        and part.counted(3, 5) == [(3, 5)]
+    )

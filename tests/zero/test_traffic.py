@@ -1,20 +1,23 @@
 """The communication of real runs, counted collective by collective, against the formulas.
 
-S stages share B weight buffers in turn; a step has D passes (depth-first micro-batches; breadth-first ones go through a
-stage together and count once). Every gather of a step, stage by stage:
+S stages share B weight buffers in turn; a step has D passes (depth-first micro-batches;
+breadth-first ones go through a stage together and count once). Every gather of a step, stage by
+stage:
 
-- all weights are new after an update, so the first forward pass gathers each stage once (those of the B first stages
-  are started at the end of the step before);
+- all weights are new after an update, so the first forward pass gathers each stage once (those of
+  the B first stages are started at the end of the step before);
 - a backward pass begins with the last B stages in the buffers: it gathers the S - B others;
-- each forward pass but the first begins with the first B stages in the buffers: it gathers the S - B others.
+- each forward pass but the first begins with the first B stages in the buffers: it gathers the S -
+  B others.
 
-Hence S + (2 D - 1)(S - B) gathers a step. An untied embedding's gradient is made of tokens alone, so where S > B a
-backward pass does not gather stage 0, and its buffer keeps stage B. The next forward pass, which would have found stage
-0 in its buffer, has to gather it: D gathers less and D - 1 more, exactly one less a step. Stage 0 then is gathered D
-times, once in each forward pass. A tied embedding has a buffer of its own and is gathered once; S counts the others.
+Hence S + (2 D - 1)(S - B) gathers a step. An untied embedding's gradient is made of tokens alone,
+so where S > B a backward pass does not gather stage 0, and its buffer keeps stage B. The next
+forward pass, which would have found stage 0 in its buffer, has to gather it: D gathers less and D -
+1 more, exactly one less a step. Stage 0 then is gathered D times, once in each forward pass. A tied
+embedding has a buffer of its own and is gathered once; S counts the others.
 
-The first step after an evaluation gathers again what the evaluation has taken from the buffers: the first stage of
-every buffer that several stages share.
+The first step after an evaluation gathers again what the evaluation has taken from the buffers: the
+first stage of every buffer that several stages share.
 """
 
 import itertools
@@ -35,10 +38,18 @@ BUFFERS: list[Options] = [
     {"zero_stage": 1},
     {"zero_stage": 2},
     {"zero_stage": 3},
-    *({"num_weight_buffers": w, "num_grad_buffers": g} for w, g in ((1, 1), (3, 3), (4, 1), (1, 4), (2, 5), (5, 2))),
+    *(
+        {"num_weight_buffers": w, "num_grad_buffers": g}
+        for w, g in ((1, 1), (3, 3), (4, 1), (1, 4), (2, 5), (5, 2))
+    ),
 ]
 ORDERS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
-SMALL = {"sequence_length": 4, "max_position_embeddings": 4, "micro_batch_size": 1, "batch_size": None}
+SMALL = {
+    "sequence_length": 4,
+    "max_position_embeddings": 4,
+    "micro_batch_size": 1,
+    "batch_size": None,
+}
 CASES = [
     {
         "num_layers": 3,
@@ -48,7 +59,9 @@ CASES = [
         "breadth_first_micro_batches": order[1],
         **buffers,
     }
-    for (i, buffers), (j, order), tied in itertools.product(enumerate(BUFFERS), enumerate(ORDERS), (False, True))
+    for (i, buffers), (j, order), tied in itertools.product(
+        enumerate(BUFFERS), enumerate(ORDERS), (False, True)
+    )
     if i < 3 or j in (i % 5, 2)
 ] + [
     {
@@ -68,7 +81,8 @@ CASES = [
 
 
 def books(distributed: Distributed, cases: list[Options]) -> list[tuple[list[Books], list[int]]]:
-    """Return for each case the bytes moved by steps 1, 2, an evaluation, steps 3 and 4; the stages' padded sizes."""
+    """Return for each case the bytes moved by steps 1, 2, an evaluation, steps 3 and 4; the stages'
+    padded sizes."""
     results = []
     for options in cases:
         engine, steps = Engine(distributed, options), []
@@ -96,7 +110,9 @@ def expected_gathers(options: Options, stages: int) -> list[int]:
     """Gathers of each stage in a step, by the reasoning of the module's docstring."""
     tied, depth = options["tie_word_embeddings"], options["depth_first_micro_batches"]
     shared, buffers = stages - tied, counts(options, stages, "weight")
-    per_stage = [1 + depth * (i < shared - buffers) + (depth - 1) * (i >= buffers) for i in range(shared)]
+    per_stage = [
+        1 + depth * (i < shared - buffers) + (depth - 1) * (i >= buffers) for i in range(shared)
+    ]
     if tied:
         return [1, *per_stage]
     if shared > buffers:
@@ -121,13 +137,18 @@ def lost(options: Options, stages: int) -> list[bool]:
 
 
 def padded_sizes(ranks: int, layers_per_stage: list[int], tied: bool) -> list[int]:
-    """Elements of each stage of the tiny model, written out by hand: h = 32, v = 64, f = 128, 4 positions."""
+    """Elements of each stage of the tiny model, written out by hand: h = 32, v = 64, f = 128, 4
+    positions."""
     h = 32
     v = 64
     f = 128
     s = 4
     block = [h] * 6 + [3 * h, f] + [3 * h * h, h * h, h * f, h * f]  # norms and biases, weights
-    sizes = [[v * h, s * h], *([block * count for count in layers_per_stage]), [h, h] + [v * h] * (not tied)]
+    sizes = [
+        [v * h, s * h],
+        *([block * count for count in layers_per_stage]),
+        [h, h] + [v * h] * (not tied),
+    ]
     return [round_up(sum(round_up(size, 64) for size in stage), 64 * ranks) for stage in sizes]
 
 
@@ -141,11 +162,16 @@ def len_of(value: int | list[Options]) -> str:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, CASES[::9]), (3, CASES[1::17]), *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3))],
+    [
+        (2, CASES[::9]),
+        (3, CASES[1::17]),
+        *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3)),
+    ],
     ids=len_of,
 )
 def test_every_step_moves_what_theory_says(ranks: int, cases: list[Options]) -> None:
-    """Collectives, elements, bytes and wire bytes of gathers and reductions, exactly, on every rank."""
+    """Collectives, elements, bytes and wire bytes of gathers and reductions, exactly, on every
+    rank."""
     results = run_distributed(ranks, books, cases)
     for options, *of_ranks in zip(cases, *results, strict=True):
         assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
@@ -170,18 +196,23 @@ def test_every_step_moves_what_theory_says(ranks: int, cases: list[Options]) -> 
 
 
 def test_the_table_covers_the_issues_cases() -> None:
-    """With S = 5 and 3 micro-batches: ZeRO 1 and 2 gather 5, ZeRO 3 5 + 5 x 3 - 1 = 19, breadth-first 5 + 3 - 1 = 7."""
+    """With S = 5 and 3 micro-batches: ZeRO 1 and 2 gather 5, ZeRO 3 5 + 5 x 3 - 1 = 19,
+    breadth-first 5 + 3 - 1 = 7."""
 
     def case(**options: Any) -> Options:
         return {"tie_word_embeddings": False, "depth_first_micro_batches": 1, **options}
 
     for zero_stage in (1, 2):
-        assert sum(expected_gathers(case(zero_stage=zero_stage, depth_first_micro_batches=3), 5)) == 5
+        assert (
+            sum(expected_gathers(case(zero_stage=zero_stage, depth_first_micro_batches=3), 5)) == 5
+        )
     assert sum(expected_gathers(case(zero_stage=3, depth_first_micro_batches=3), 5)) == 19
     assert sum(expected_gathers(case(zero_stage=3), 5)) == 7
     assert expected_reduces(case(zero_stage=1, depth_first_micro_batches=3), 5) == [1] * 5
     for zero_stage in (2, 3):
-        assert expected_reduces(case(zero_stage=zero_stage, depth_first_micro_batches=3), 5) == [3] * 5
+        assert (
+            expected_reduces(case(zero_stage=zero_stage, depth_first_micro_batches=3), 5) == [3] * 5
+        )
         assert expected_reduces(case(zero_stage=zero_stage), 5) == [1] * 5
 
 
@@ -200,8 +231,11 @@ def check(total: Total, per_stage: list[int], sizes: list[int], ranks: int, item
     assert total.wire_bytes * ranks == total.bytes * (ranks - 1)
 
 
-def books_of_a_step(distributed: Distributed, cases: list[Options]) -> list[tuple[Books, list[int], list[int]]]:
-    """Return for each case the bytes moved by the second step, and the stages' elements, all and trained."""
+def books_of_a_step(
+    distributed: Distributed, cases: list[Options]
+) -> list[tuple[Books, list[int], list[int]]]:
+    """Return for each case the bytes moved by the second step, and the stages' elements, all and
+    trained."""
     results = []
     for options in cases:
         engine = Engine(distributed, SMALL | options)
@@ -210,18 +244,26 @@ def books_of_a_step(distributed: Distributed, cases: list[Options]) -> list[tupl
             distributed.traffic.take()
             engine.step(iteration)
         engine.model.finish()
-        sizes = ([stage.numel for stage in engine.model.stages], [stage.grad_numel for stage in engine.model.stages])
+        sizes = (
+            [stage.numel for stage in engine.model.stages],
+            [stage.grad_numel for stage in engine.model.stages],
+        )
         results.append((distributed.traffic.take(), *sizes))
     return results
 
 
 def test_frozen_stages_are_gathered_once_and_never_reduced() -> None:
-    """Stages 0 and 1 are frozen, stage 2 in part. ZeRO 1 sends frozen weights of whole stages in the first step only.
+    """Stages 0 and 1 are frozen, stage 2 in part. ZeRO 1 sends frozen weights of whole stages in
+    the first step only.
 
-    ZeRO 3: forward gathers all five; backward, which stops at stage 2, finds 3 and 4 and gathers 2 alone. The next
-    forward pass gathers 0 again, which 2 has driven out, and 1, which 3 has.
+    ZeRO 3: forward gathers all five; backward, which stops at stage 2, finds 3 and 4 and gathers 2
+    alone. The next forward pass gathers 0 again, which 2 has driven out, and 1, which 3 has.
     """
-    freeze = {"num_layers": 3, "tie_word_embeddings": False, "freeze": ("embedding", "blocks.0", "blocks.1.mlp")}
+    freeze = {
+        "num_layers": 3,
+        "tie_word_embeddings": False,
+        "freeze": ("embedding", "blocks.0", "blocks.1.mlp"),
+    }
     cases = [{**freeze, "zero_stage": zero_stage} for zero_stage in (1, 3)]
     (whole, numels, trained), (shared, *_) = run_distributed(2, books_of_a_step, cases)[0]
     assert trained[:2] == [0, 0] and 0 < trained[2] < numels[2] and trained[3:] == numels[3:]
@@ -234,7 +276,13 @@ def test_frozen_stages_are_gathered_once_and_never_reduced() -> None:
 MUON = {"optimizer": "muon"}
 MUON_CASES = [
     {**MUON, "num_layers": 3, "zero_stage": 1},
-    {**MUON, "num_layers": 3, "zero_stage": 3, "depth_first_micro_batches": 2, "training_dtype": "bf16"},
+    {
+        **MUON,
+        "num_layers": 3,
+        "zero_stage": 3,
+        "depth_first_micro_batches": 2,
+        "training_dtype": "bf16",
+    },
     {
         "optimizer": "muon",
         "num_layers": 4,
@@ -248,8 +296,8 @@ MUON_CASES = [
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_muon_gathers_and_reduces_each_stage_of_blocks_once_in_bf16(ranks: int) -> None:
-    """Momentum there, updates back: 2 bytes an element each way, whatever ZeRO stage, micro-batches or dtypes; of
-    nothing but stages with trained matrices; and nothing alone."""
+    """Momentum there, updates back: 2 bytes an element each way, whatever ZeRO stage, micro-batches
+    or dtypes; of nothing but stages with trained matrices; and nothing alone."""
     found = run_distributed(ranks, books_of_a_step, MUON_CASES)[0]
     for options, (books, _, sizes) in zip(MUON_CASES, found, strict=True):
         of_blocks = [size for size in sizes[1:-1] if size]

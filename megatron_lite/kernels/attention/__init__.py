@@ -1,1 +1,2 @@
-"""Scaled dot-product attention: the blockwise formula, CPU and GPU kernels, and the choice among them."""
+"""Scaled dot-product attention: the blockwise formula, CPU and GPU kernels, and the choice among
+them."""

@@ -1,7 +1,8 @@
-"""Causal attention, softmax(scale q k^T) v over the positions up to the query's own; scale is 1 / sqrt(d) by default.
+"""Causal attention, softmax(scale q k^T) v over the positions up to the query's own; scale is 1 /
+sqrt(d) by default.
 
-It may be limited to the last `window` positions or to the query's own document. Grouped queries share keys without
-copying them. `choice.py` lists the implementations.
+It may be limited to the last `window` positions or to the query's own document. Grouped queries
+share keys without copying them. `choice.py` lists the implementations.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ from torch import Tensor
 from megatron_lite.kernels.attention.blocks import attention_in_blocks, dtype_of_products
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.attention.cpu import flash_attention
-from megatron_lite.kernels.attention.gpu import flex_attention, fused_attention, planned_attention, varlen_attention
+from megatron_lite.kernels.attention.gpu import (
+    flex_attention,
+    fused_attention,
+    planned_attention,
+    varlen_attention,
+)
 from megatron_lite.kernels.triton_support import tell
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Borders of a micro-batch's documents, which attention must not cross. No document spans two samples."""
+    """Borders of a micro-batch's documents, which attention must not cross. No document spans two
+    samples."""
 
     starts: Tensor  # (documents + 1,) int32 on the device: first positions in the flattened (b s,), then b s
     lengths: tuple[int, ...]  # their lengths, on the host
 
 
-def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Attend from one new token to all keys so far, in any order, with the dtypes of "math"; without gradients.
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attend from one new token to all keys so far, in any order, with the dtypes of "math";
+    without gradients.
 
     query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). `scale` None: 1 / sqrt(d).
     """
@@ -41,7 +51,8 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     return context.reshape(b, n, 1, d).to(query.dtype)
 
 
-# -- every implementation --------------------------------------------------------------------------------------------
+# -- every implementation
+# --------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -57,7 +68,8 @@ def attention(
     scale: float | None = None,
     softmax_in_fp32: bool = False,
 ) -> Tensor:
-    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i // (n / g).
+    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i
+    // (n / g).
 
     Args:
         window: number of keys that a query attends to; None: all.
@@ -74,7 +86,15 @@ def attention(
     drops = dropout_p > 0.0 and dropout_seed is not None
     if backend == "auto":
         deterministic = torch.are_deterministic_algorithms_enabled()
-        work = Work(query.dtype, d, window is not None, documents is not None, deterministic, drops, length=s)
+        work = Work(
+            query.dtype,
+            d,
+            window is not None,
+            documents is not None,
+            deterministic,
+            drops,
+            length=s,
+        )
         backend = choose_attention("auto", query.device, work)
     backend = "math" if drops or s == 1 else backend
     if query.is_meta:
@@ -100,7 +120,9 @@ def attention(
         return varlen_attention(query, key, value, window, starts, longest, scale, version)
     if backend == "flex":
         return flex_attention(query, key, value, window, starts, scale)
-    assert window is None and documents is None, f"{backend} attention takes neither windows nor documents"
+    assert window is None and documents is None, (
+        f"{backend} attention takes neither windows nor documents"
+    )
     if backend == "flash" and query.device.type == "cpu":
         return flash_attention(query, key, value, scale)
     return fused_attention(query, key, value, backend, scale)

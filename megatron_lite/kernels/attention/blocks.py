@@ -1,16 +1,18 @@
-"""Attention by its formula, one block of queries at a time, on any device and in any dtype, with memory linear in s.
+"""Attention by its formula, one block of queries at a time, on any device and in any dtype, with
+memory linear in s.
 
 Rows are the queries of a block, columns the keys that any of them may attend to:
 
     S = scale Q K^T,   P = softmax(S) over the keys that a row may attend to,   O = P V
     dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
 
-Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit the caches and keep
-every thread busy. Query heads that share a key head are rows of one product with it. Keys right of a block, left of its
-window or in another document are never read. Scores and softmax are in fp32. The later products are in fp32 on a
-CPU, which multiplies small bf16 and fp16 matrices slower, even with instructions for them. A GPU computes them in the
-inputs' dtype and sums in fp32; there `softmax_in_fp32` also keeps the backward pass of the scores in fp32: P in dS,
-dS itself and its products dQ and dK.
+Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit
+the caches and keep every thread busy. Query heads that share a key head are rows of one product
+with it. Keys right of a block, left of its window or in another document are never read. Scores and
+softmax are in fp32. The later products are in fp32 on a CPU, which multiplies small bf16 and fp16
+matrices slower, even with instructions for them. A GPU computes them in the inputs' dtype and sums
+in fp32; there `softmax_in_fp32` also keeps the backward pass of the scores in fp32: P in dS, dS
+itself and its products dQ and dK.
 
 Only query, key and value are saved: the backward pass recomputes P with the same operations.
 """
@@ -30,12 +32,14 @@ from megatron_lite.kernels.triton_support import generator_for, turns
 from megatron_lite.parameter import Function
 from megatron_lite.seeds import derive_seed
 
-# -- blocks of queries, chunks of heads and documents ------------------------------------------------------------------
+# -- blocks of queries, chunks of heads and documents
+# ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [start, end) of a document; each attends to up to `window` keys, none before `low`."""
+    """Queries [start, end) of a document; each attends to up to `window` keys, none before
+    `low`."""
 
     start: int
     end: int
@@ -64,12 +68,14 @@ class Chunk:
 
 
 def rows_of_a_block(on_gpu: bool) -> int:
-    """Return the number of queries in a block: small blocks waste less on masked keys; GPUs prefer large kernels."""
+    """Return the number of queries in a block: small blocks waste less on masked keys; GPUs prefer
+    large kernels."""
     return 256 if on_gpu else 64
 
 
 def scores_at_a_time(on_gpu: bool) -> int:
-    """Return the number of scores per operation, over many heads: 2 MiB in fp32 per thread on a CPU.
+    """Return the number of scores per operation, over many heads: 2 MiB in fp32 per thread on a
+    CPU.
 
     The result does not depend on it, bit for bit.
     """
@@ -77,16 +83,21 @@ def scores_at_a_time(on_gpu: bool) -> int:
 
 
 def blocks_of_a_document(length: int, window: int | None, rows: int, last: int = 0) -> list[Block]:
-    """List the blocks of a document, or its `last` ones, in order; the largest is among the last two."""
+    """List the blocks of a document, or its `last` ones, in order; the largest is among the last
+    two."""
     reach = min(window or length, length)
     starts = range(0, length, rows)[-last:]  # -0: all
-    return [Block(start, min(start + rows, length), max(0, start - reach + 1), reach) for start in starts]
+    return [
+        Block(start, min(start + rows, length), max(0, start - reach + 1), reach)
+        for start in starts
+    ]
 
 
 def chunks_of(
     lengths: Sequence[int], window: int | None, heads: int, groups: int, rows: int, scores: int
 ) -> list[Chunk]:
-    """Divide documents and key heads into chunks of at most `scores` scores, or of one document and key head."""
+    """Divide documents and key heads into chunks of at most `scores` scores, or of one document and
+    key head."""
     chunks: list[Chunk] = []
     start = 0
     for length, neighbours in itertools.groupby(lengths):
@@ -101,12 +112,15 @@ def chunks_of(
         for first in range(0, count, documents):
             number = min(documents, count - first)
             for i in range(parts):
-                chunks.append(Chunk(start + first * length, number, length, slice(borders[i], borders[i + 1])))
+                chunks.append(
+                    Chunk(start + first * length, number, length, slice(borders[i], borders[i + 1]))
+                )
         start += count * length
     return chunks
 
 
-# -- the formula -----------------------------------------------------------------------------------------------------
+# -- the formula
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,38 +142,52 @@ def dtype_of_products(inputs: Tensor) -> torch.dtype:
 
 def _documents(heads: Tensor, chunk: Chunk) -> Tensor:
     """View heads (b, any, s, d) as the documents of a chunk: (documents, any, length, d)."""
-    tokens = heads.transpose(1, 2).flatten(0, 1)[chunk.start : chunk.start + chunk.documents * chunk.length]
+    tokens = heads.transpose(1, 2).flatten(0, 1)[
+        chunk.start : chunk.start + chunk.documents * chunk.length
+    ]
     return tokens.unflatten(0, (chunk.documents, chunk.length)).transpose(1, 2)
 
 
 class _Pass:
     """One chunk in the forward or backward pass, with p pairs and r query heads per key head."""
 
-    def __init__(self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor
+    ) -> None:
         self.options = options
         self.chunk = chunk
         self._later = later
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
-        self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow  # of dS and its products
+        self.ds_dtype = (
+            self.wide if options.softmax_in_fp32 else self.narrow
+        )  # of dS and its products
         last = 2 if query.is_meta else 0  # a plan needs only the largest
-        self.blocks = blocks_of_a_document(chunk.length, options.window, rows_of_a_block(query.is_cuda), last)
+        self.blocks = blocks_of_a_document(
+            chunk.length, options.window, rows_of_a_block(query.is_cuda), last
+        )
 
     def keys(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy the chunk's heads of (b, g, s, d) into (p, length, d), in `dtype`."""
         return _converted(_documents(heads, self.chunk)[:, self.chunk.heads], dtype).flatten(0, 1)
 
     def queries(self, heads: Tensor) -> Tensor:
-        """View (b, n, s, d) as (documents, heads, length, d): the query heads of the chunk's key heads."""
+        """View (b, n, s, d) as (documents, heads, length, d): the query heads of the chunk's key
+        heads."""
         some = self.chunk.heads
-        return _documents(heads, self.chunk)[:, some.start * self.shared_by : some.stop * self.shared_by]
+        return _documents(heads, self.chunk)[
+            :, some.start * self.shared_by : some.stop * self.shared_by
+        ]
 
     def rows(self, queries: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-        """(documents, heads, length, d) -> (p, r rows, d): the block's rows for all heads that share a key head."""
+        """(documents, heads, length, d) -> (p, r rows, d): the block's rows for all heads that
+        share a key head."""
         rows = _converted(queries[:, :, block.start : block.end], dtype)
         return rows.reshape(self.chunk.pairs, -1, rows.shape[-1])
 
-    def write(self, result: Tensor, queries: Tensor, block: Block, factor: float | None = None) -> None:
+    def write(
+        self, result: Tensor, queries: Tensor, block: Block, factor: float | None = None
+    ) -> None:
         """Write the rows of a block (p, r rows, d) to (documents, heads, length, d)."""
         target = queries[:, :, block.start : block.end]
         if factor is None:
@@ -168,31 +196,41 @@ class _Pass:
             torch.mul(result.view(target.shape), factor, out=target)
 
     def probabilities(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return P (p, r rows, keys) in fp32 for rows q (p, r rows, d) and keys k (p, length, d), without dropout."""
+        """Return P (p, r rows, keys) in fp32 for rows q (p, r rows, d) and keys k (p, length, d),
+        without dropout."""
         count, keys = block.end - block.start, block.end - block.low
         scores = q.new_empty(q.shape[0], q.shape[1], keys)
-        scores.baddbmm_(q, k[:, block.low : block.end].transpose(1, 2), beta=0, alpha=self.options.scale)
+        scores.baddbmm_(
+            q, k[:, block.low : block.end].transpose(1, 2), beta=0, alpha=self.options.scale
+        )
         square = scores.view(q.shape[0], -1, count, keys)
         square[..., block.start - block.low :].add_(self._later[:count, :count])
-        # Row i attends to keys from i - seen on: the first row's window extends `seen` keys before `low`.
+        # Row i attends to keys from i - seen on: the first row's window extends `seen` keys before
+        # `low`.
         seen = block.low - (block.start - block.window + 1)
         if count > seen + 1:
-            square[:, :, seen:, : count - seen].add_(self._later[: count - seen, : count - seen].t())
+            square[:, :, seen:, : count - seen].add_(
+                self._later[: count - seen, : count - seen].t()
+            )
         return torch.softmax(scores, dim=-1, out=scores)
 
     def dropout_mask(self, p: Tensor, block: Block) -> Tensor:
-        """Return the factors that dropout applies to P: 0 or 1 / (1 - dropout_p), the same in both passes."""
+        """Return the factors that dropout applies to P: 0 or 1 / (1 - dropout_p), the same in both
+        passes."""
         generator, kept = generator_for(p), 1.0 - self.options.dropout_p
         mask, chunk = torch.empty_like(p), self.chunk
         for document, part in enumerate(mask.view(chunk.documents, -1, *p.shape[1:])):
             start = chunk.start + document * chunk.length
             for head, factors in enumerate(part, chunk.heads.start):
-                generator.manual_seed(derive_seed(self.options.dropout_seed, start, head, block.start))
+                generator.manual_seed(
+                    derive_seed(self.options.dropout_seed, start, head, block.start)
+                )
                 factors.bernoulli_(kept, generator=generator)
         return mask.div_(kept)
 
     def scores_backward(self, p: Tensor, do: Tensor, v: Tensor, dv: Tensor, block: Block) -> Tensor:
-        """Return dS (p, r rows, keys), before scaling, for do (p, r rows, d), and add to dv (p, keys, d)."""
+        """Return dS (p, r rows, keys), before scaling, for do (p, r rows, d), and add to dv (p,
+        keys, d)."""
         kept = p.to(self.narrow)
         mask = self.dropout_mask(kept, block) if self.options.dropout_p > 0 else None
         _add_product(dv, kept if mask is None else kept * mask, do)
@@ -239,7 +277,9 @@ class _BlockAttention(Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         (b, n, s, d), g, options = query.shape, key.shape[1], ctx.options
-        dquery, dkey, dvalue = (query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g))
+        dquery, dkey, dvalue = (
+            query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g)
+        )
         for part in _passes(query, key, options):
             wide_k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
             k = wide_k if part.ds_dtype == part.wide else part.keys(key, part.ds_dtype)
@@ -259,7 +299,9 @@ class _BlockAttention(Function):
                 _add_product(dk[:, keys], ds, rows)
                 part.write(torch.bmm(ds, k[:, keys]), dq, block, options.scale)
                 del ds, rows
-            dkeys, dvalues = (_documents(heads, part.chunk)[:, part.chunk.heads] for heads in (dkey, dvalue))
+            dkeys, dvalues = (
+                _documents(heads, part.chunk)[:, part.chunk.heads] for heads in (dkey, dvalue)
+            )
             torch.mul(dk.view(dkeys.shape), options.scale, out=dkeys)
             dvalues.copy_(dv.view(dvalues.shape))
         return dquery, dkey, dvalue, None
@@ -297,7 +339,9 @@ def attention_in_blocks(
     b, _, s, _ = query.shape
     begin = 0
     for length in lengths:
-        assert begin % s + length <= s, f"a document of {length} tokens crosses a border of samples of {s}"
+        assert begin % s + length <= s, (
+            f"a document of {length} tokens crosses a border of samples of {s}"
+        )
         begin += length
     assert begin == b * s, f"documents of {begin} tokens in {b} x {s}"
     options = _Options(lengths, window, *dropout, scale, softmax_in_fp32)

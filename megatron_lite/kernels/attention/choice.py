@@ -3,30 +3,35 @@
 | backend | dtypes | head sizes | window | documents | deterministic | where |
 | --- | --- | --- | --- | --- | --- | --- |
 | cudnn | bf16, fp16 | multiples of 8 up to 128 | no | no | no | Hopper; cuDNN from 9.15.1 (4) |
-| flash3 | bf16, fp16 | multiples of 8 up to 256 | yes | yes | no (3) | Hopper; the package flash_attn_interface |
-| flash4 | bf16, fp16 | multiples of 8 up to 256 (5) | yes | yes | yes (2) | Hopper, B200; the package flash-attn-4 |
+| flash3 | bf16, fp16 | multiples of 8 up to 256 | yes | yes | no (3) | Hopper; the package
+  flash_attn_interface |
+| flash4 | bf16, fp16 | multiples of 8 up to 256 (5) | yes | yes | yes (2) | Hopper, B200; the
+  package flash-attn-4 |
 | flash | bf16, fp16 | multiples of 8 up to 256 (1) | no | no | yes (2) | GPUs from Ampere |
 | flash | fp32 | all | no | no | yes | CPUs |
-| flash | bf16 | all | no | no | yes | CPUs with instructions for bf16; `auto`: from 1,024 positions on |
+| flash | bf16 | all | no | no | yes | CPUs with instructions for bf16; `auto`: from 1,024 positions
+  on |
 | varlen | bf16, fp16 | multiples of 8 up to 256 (1) | yes | yes | yes (2) | GPUs from Ampere |
 | flex | all | from 16 | yes | yes | yes | GPUs from Ampere, Triton; compiled at its first use |
 | math | all | all | yes | yes | yes | everywhere; also --attention_dropout |
 
-flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch can use instead of its own
-version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). flash4 is FlashAttention 4, called directly:
-torch's switch to it does not fit the package's later versions. cudnn and flash are
-`scaled_dot_product_attention` restricted to one backend, varlen is `torch.nn.attention.varlen` (the flash kernels with
-document borders), flex is `flex_attention` with a block mask, math is the formula in `blocks.py`.
-All read grouped keys without copies. math saves query, key and value for the backward pass; the others also save the
-output and one fp32 number per row and head, and flex a block mask. None saves probabilities.
+flash3 is FlashAttention 3 from the package `flash_attn_interface`, which torch can use instead of
+its own version 2: 1.5 to 2 times as fast on H100 (Shah et al. 2024, section 4). flash4 is
+FlashAttention 4, called directly: torch's switch to it does not fit the package's later versions.
+cudnn and flash are `scaled_dot_product_attention` restricted to one backend, varlen is
+`torch.nn.attention.varlen` (the flash kernels with document borders), flex is `flex_attention` with
+a block mask, math is the formula in `blocks.py`.
+All read grouped keys without copies. math saves query, key and value for the backward pass; the
+others also save the output and one fp32 number per row and head, and flex a block mask. None saves
+probabilities.
 
-(1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's deterministic algorithms on.
-(3) Its backward pass has an untested option for it. (4) Not on B200, where it is wrong with fewer than 8 key heads
-(pytorch issue 193893, open). (5) At most 128 on B200.
-`auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that can do the work: cuDNN is the fastest for full
-causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as math in fp32. In bf16 it takes, with
-instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024 positions and 0.52 to 0.61 at 2,048; without them, and in fp16, up
-to 11.
+(1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's
+deterministic algorithms on. (3) Its backward pass has an untested option for it. (4) Not on B200,
+where it is wrong with fewer than 8 key heads (pytorch issue 193893, open). (5) At most 128 on B200.
+`auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that can do the work: cuDNN is
+the fastest for full causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as
+math in fp32. In bf16 it takes, with instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024 positions
+and 0.52 to 0.61 at 2,048; without them, and in fp16, up to 11.
 """
 
 from __future__ import annotations
@@ -106,12 +111,14 @@ def _has_flash3() -> bool:
 
 
 def _has_flash4() -> bool:
-    """Whether the package of version 4 is installed; its folder `flash_attn` may also belong to another version."""
+    """Whether the package of version 4 is installed; its folder `flash_attn` may also belong to
+    another version."""
     return any(importlib.metadata.distributions(name="flash-attn-4"))
 
 
 def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
-    """Return why a backend cannot do the work on this machine, to follow "--attention_backend=<backend>: ", or None."""
+    """Return why a backend cannot do the work on this machine, to follow
+    "--attention_backend=<backend>: ", or None."""
     if backend == "math":
         return None
     return next((reason for applies, reason in _obstacles(backend, machine, work) if applies), None)
@@ -125,7 +132,10 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
     if machine.capability is not None:
         capability = machine.capability
         found = ".".join(map(str, capability))
-        yield capability < (8, 0), f"needs a GPU of compute capability 8.0, and this one has {found}"
+        yield (
+            capability < (8, 0),
+            f"needs a GPU of compute capability 8.0, and this one has {found}",
+        )
     else:
         yield backend != "flash", "needs a GPU, and this run is on cpu"
     yield work.dropout, "has no dropout (--attention_dropout)"
@@ -150,9 +160,15 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield work.windowed, "takes no sliding window (--window_size)"
         yield work.documents, "takes no packed documents (--cross_document_attention=0)"
     if backend == "cudnn":
-        yield capability[0] == 10, "gives wrong results on B200 with few key heads (pytorch issue 193893)"
+        yield (
+            capability[0] == 10,
+            "gives wrong results on B200 with few key heads (pytorch issue 193893)",
+        )
         yield capability[0] != 9, "needs compute capability 9 (Hopper)"
-        yield machine.cudnn < CUDNN_WITH_ANY_LENGTH, f"needs cuDNN 9.15.1, and this machine has {machine.cudnn}"
+        yield (
+            machine.cudnn < CUDNN_WITH_ANY_LENGTH,
+            f"needs cuDNN 9.15.1, and this machine has {machine.cudnn}",
+        )
         yield work.deterministic, "is not repeatable (--deterministic=1)"
     limit = 128 if backend == "cudnn" or (backend == "flash4" and capability[0] == 10) else 256
     if backend in ("flash", "varlen") and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
@@ -171,16 +187,20 @@ def choose_attention(
     """Return the wanted backend or, for "auto", the fastest that can do the work.
 
     Args:
-        machine: replaces the device's properties; a plan passes `PLANNED_GPU` so that no device is queried.
-        works: tests a backend without known obstacles.
+        machine: replaces the device's properties; a plan passes `PLANNED_GPU` so that no device is
+        queried. works: tests a backend without known obstacles.
 
     Raises:
         UsageError: if the wanted backend is unavailable or cannot do the work.
     """
     machine = machine or machine_of(device)
     if wanted == "auto":
-        slow = ["flash"] * (machine.has_bf16 and work.dtype == torch.bfloat16 and work.length < LONG_IN_BF16)
-        able = (name for name in AUTOMATIC if name not in slow and obstacle(name, machine, work) is None)
+        slow = ["flash"] * (
+            machine.has_bf16 and work.dtype == torch.bfloat16 and work.length < LONG_IN_BF16
+        )
+        able = (
+            name for name in AUTOMATIC if name not in slow and obstacle(name, machine, work) is None
+        )
         return next(backend for backend in able if backend == "math" or works(backend))
     reason = obstacle(wanted, machine, work)
     if reason is None and wanted != "math" and not works(wanted):

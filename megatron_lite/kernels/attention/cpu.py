@@ -1,13 +1,15 @@
 """Attention by torch's flash kernel for CPUs, in pieces.
 
-The kernel takes 512 keys at a time and skips none, so it computes the whole square of up to 512 queries and keys, of
-which causal attention needs half. Pieces save a quarter to 3/8 of the square and take 0.7 to 1.0 of the time:
+The kernel takes 512 keys at a time and skips none, so it computes the whole square of up to 512
+queries and keys, of which causal attention needs half. Pieces save a quarter to 3/8 of the square
+and take 0.7 to 1.0 of the time:
 
     forward: ranges of queries, each with the keys up to its end, masked
     backward: ranges of keys, each with the queries from its start on
 
-Each output row comes from one piece. The gradients of a range of keys use the output and log-sum-exp of whole rows, so
-dK and dV come from one piece, and dQ is the sum over the pieces. In bf16 there is one piece: the sums would be rounded.
+Each output row comes from one piece. The gradients of a range of keys use the output and
+log-sum-exp of whole rows, so dK and dV come from one piece, and dQ is the sum over the pieces. In
+bf16 there is one piece: the sums would be rounded.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ aten = torch.ops.aten
 
 
 def piece_length(scores: int, length: int, channels: int, backward: bool) -> int:
-    """Return the queries per piece or, in the backward pass, the keys; `length` means a single piece.
+    """Return the queries per piece or, in the backward pass, the keys; `length` means a single
+    piece.
 
     Args:
         scores: number of scores of all heads and samples.
@@ -48,12 +51,16 @@ class _FlashAttention(Function):
         b, n, s, d = query.shape
         rows = piece_length(b * n * s * s, s, d, backward=False) if query.dtype.itemsize > 2 else s
         if rows >= s:
-            output, sums = kernel(query, key, value, 0.0, True, scale=scale)  # (b, n, s, d), (b, n, s)
+            output, sums = kernel(
+                query, key, value, 0.0, True, scale=scale
+            )  # (b, n, s, d), (b, n, s)
         else:
             output = query.new_empty(b, s, n, d).transpose(1, 2)
             sums = query.new_empty(b, s, n).transpose(1, 2)
             last = (s - 1) // rows * rows
-            mask = query.new_full((rows, last + rows), -math.inf).triu_(last + 1)  # of the last queries
+            mask = query.new_full((rows, last + rows), -math.inf).triu_(
+                last + 1
+            )  # of the last queries
             for start in range(0, s, rows):
                 end = min(start + rows, s)
                 output[:, :, start:end], sums[:, :, start:end] = kernel(
@@ -76,7 +83,9 @@ class _FlashAttention(Function):
         keys = piece_length(b * n * s * s, s, d, backward=True) if query.dtype.itemsize > 2 else s
         if keys >= s:
             return *kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale), None
-        dquery, dkey, dvalue = (query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g))
+        dquery, dkey, dvalue = (
+            query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g)
+        )
         for start in range(0, s, keys):
             seen, by = slice(start, min(start + keys, s)), slice(start, s)
             dq, dkey[:, :, seen], dvalue[:, :, seen] = kernel(
@@ -99,9 +108,10 @@ class _FlashAttention(Function):
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Compute full causal attention of query (b, n, s, d) with key and value (b, g, s, d), all with stride 1 along d.
+    """Compute full causal attention of query (b, n, s, d) with key and value (b, g, s, d), all with
+    stride 1 along d.
 
-    Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a small problem.
-    Results repeat bit for bit with the same number of threads.
+    Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a
+    small problem. Results repeat bit for bit with the same number of threads.
     """
     return _FlashAttention.apply(query, key, value, scale)  # laid out in memory as (b, s, n, d)

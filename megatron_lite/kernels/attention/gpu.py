@@ -1,9 +1,11 @@
 """Attention by the GPU kernels of torch, cuDNN and FlashAttention's packages.
 
-Every function takes query (b, n, s, d) and key and value (b, g, s, d) without copies, as views of one projection with
-stride 1 along d, and returns (b, n, s, d) with the memory layout (b, s, n, d). `scale` None means 1 / sqrt(d).
+Every function takes query (b, n, s, d) and key and value (b, g, s, d) without copies, as views of
+one projection with stride 1 along d, and returns (b, n, s, d) with the memory layout (b, s, n, d).
+`scale` None means 1 / sqrt(d).
 
-Nothing here waits for the device: document borders are a tensor, and the greatest length is a number.
+Nothing here waits for the device: document borders are a tensor, and the greatest length is a
+number.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ from megatron_lite.parameter import Function
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
 
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None) -> Tensor:
-    """Compute full causal attention with "cudnn" or "flash"; torch raises rather than use another kernel."""
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, backend: str, scale: float | None = None
+) -> Tensor:
+    """Compute full causal attention with "cudnn" or "flash"; torch raises rather than use another
+    kernel."""
     if backend == "flash":
         use_flash(2)
     grouped = query.shape[1] != key.shape[1]
-    kernels = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}
+    kernels = {
+        "flash": attention.SDPBackend.FLASH_ATTENTION,
+        "cudnn": attention.SDPBackend.CUDNN_ATTENTION,
+    }
     with attention.sdpa_kernel(kernels[backend]):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
@@ -41,7 +49,9 @@ class _Planned(Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         b, n, s, d = query.shape
         output = query.new_empty(b, s, n, d).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(b, n, s, dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, output, query.new_empty(b, n, s, dtype=torch.float32)
+        )
         return output
 
     @staticmethod
@@ -58,8 +68,8 @@ class _Planned(Function):
 def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Allocate what any library's kernels would, for a plan: none of them runs on the meta device.
 
-    Forward: the output and one fp32 number per row. Backward: also the query gradient in fp32 and, if query heads share
-    keys, key and value gradients per query head.
+    Forward: the output and one fp32 number per row. Backward: also the query gradient in fp32 and,
+    if query heads share keys, key and value gradients per query head.
     """
     return _Planned.apply(query, key, value)
 
@@ -74,13 +84,17 @@ def varlen_attention(
     scale: float | None,
     version: int,
 ) -> Tensor:
-    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,); None: samples.
+    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,);
+    None: samples.
 
-    version: version of FlashAttention. After 2 or 3 the backward pass must run before a call with the other.
+    version: version of FlashAttention. After 2 or 3 the backward pass must run before a call with
+    the other.
     """
     b, n, s, _ = query.shape
     longest = s if starts is None else longest
-    before = None if window is None or window >= longest else window - 1  # keys before a query's own; None: all
+    before = (
+        None if window is None or window >= longest else window - 1
+    )  # keys before a query's own; None: all
     if version == 4:
         return _flash4(query, key, value, before, starts, longest, scale)
     use_flash(version)
@@ -88,9 +102,13 @@ def varlen_attention(
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
     varlen_attn, has_enable_gqa = _varlen()
     grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
-    rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (b s, heads, d), views
+    rows = [
+        heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)
+    ]  # (b s, heads, d), views
     reach = (-1 if before is None else before, 0)  # keys before and after
-    output: Tensor = varlen_attn(*rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
+    output: Tensor = varlen_attn(
+        *rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped
+    )
     return output.unflatten(0, (b, s)).transpose(1, 2)
 
 
@@ -103,7 +121,8 @@ def _flash4(
     longest: int,
     scale: float | None,
 ) -> Tensor:
-    """Compute what `varlen_attention` does by the functions of flash-attn-4, which also return the rows' sums."""
+    """Compute what `varlen_attention` does by the functions of flash-attn-4, which also return the
+    rows' sums."""
     package = importlib.import_module("flash_attn.cute")
     rows = [heads.transpose(1, 2) for heads in (query, key, value)]  # (b, s, heads, d), views
     options: dict[str, Any] = {
@@ -115,14 +134,22 @@ def _flash4(
     if starts is None:
         output: Tensor = package.flash_attn_func(*rows, **options)[0]
     else:
-        borders = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        borders = {
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
         flat = (heads.flatten(0, 1) for heads in rows)
-        output = package.flash_attn_varlen_func(*flat, **borders, **options)[0].unflatten(0, rows[0].shape[:2])
+        output = package.flash_attn_varlen_func(*flat, **borders, **options)[0].unflatten(
+            0, rows[0].shape[:2]
+        )
     return output.transpose(1, 2)
 
 
 def use_flash(version: int) -> None:
-    """Make torch's flash attention operators call version 2, built into torch, or 3, from a package.
+    """Make torch's flash attention operators call version 2, built into torch, or 3, from a
+    package.
 
     The choice is per process and costs 1 us if already made.
     """
@@ -138,14 +165,20 @@ def use_flash(version: int) -> None:
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], bool]:
-    """Return torch's function and whether it has the flag `enable_gqa`; without it (2.11) groups just work."""
+    """Return torch's function and whether it has the flag `enable_gqa`; without it (2.11) groups
+    just work."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, starts: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    starts: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     """Compute what `varlen_attention` does with torch's compiled flex_attention."""
     b, n, s, _ = query.shape
@@ -158,9 +191,17 @@ def flex_attention(
 
     counts, columns, full_counts, full_columns = block_columns(lowest, FLEX_BLOCK)
     mask = BlockMask.from_kv_blocks(
-        counts, columns, full_counts, full_columns, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed, seq_lengths=(s, s)
+        counts,
+        columns,
+        full_counts,
+        full_columns,
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=allowed,
+        seq_lengths=(s, s),
     )
-    return _compiled_flex()(query, key, value, block_mask=mask, scale=scale, enable_gqa=n != key.shape[1])
+    return _compiled_flex()(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=n != key.shape[1]
+    )
 
 
 @functools.cache
@@ -170,22 +211,28 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(module.flex_attention, dynamic=False)
 
 
-def lowest_keys(starts: Tensor | None, b: int, s: int, window: int | None, device: torch.device) -> Tensor:
+def lowest_keys(
+    starts: Tensor | None, b: int, s: int, window: int | None, device: torch.device
+) -> Tensor:
     """Return the first key of its sample that each position attends to, (b, s) int32."""
     positions = torch.arange(s, dtype=torch.int32, device=device).expand(b, s)
     lowest = torch.zeros_like(positions)
     if starts is not None:
         flat = torch.arange(b * s, dtype=torch.int32, device=device)
-        own = starts[torch.searchsorted(starts, flat, right=True) - 1]  # where each position's document begins
+        own = starts[
+            torch.searchsorted(starts, flat, right=True) - 1
+        ]  # where each position's document begins
         lowest = (own - flat).view(b, s) + positions
     return lowest if window is None else torch.maximum(lowest, positions - (window - 1))
 
 
 def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the key blocks that each block of rows attends to, partially and fully, from the lowest keys (b, s).
+    """Find the key blocks that each block of rows attends to, partially and fully, from the lowest
+    keys (b, s).
 
-    Returns counts (b, 1, blocks) and columns (b, 1, blocks, blocks) of partial blocks, then of full ones, int32. Only
-    the first `count` columns of a row are used. In a full block every row attends to every key.
+    Returns counts (b, 1, blocks) and columns (b, 1, blocks, blocks) of partial blocks, then of full
+    ones, int32. Only the first `count` columns of a row are used. In a full block every row attends
+    to every key.
     """
     b, s = lowest.shape
     blocks = -(-s // size)
@@ -193,7 +240,9 @@ def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Te
     # The lowest key never decreases from row to row, so the first and last rows determine a block.
     first = lowest[:, ::size] // size
     last = lowest[:, (index.long() * size + size - 1).clamp_(max=s - 1)]
-    full_first = torch.minimum((last + size - 1) // size, index)  # first block that the last row attends to in full
+    full_first = torch.minimum(
+        (last + size - 1) // size, index
+    )  # first block that the last row attends to in full
     columns = index.expand(b, blocks, blocks)
     # Partial: from `first` up to `full_first`, and the diagonal. Full: the blocks between.
     before = full_first - first

@@ -1,6 +1,8 @@
-"""The profiles of one start of a run on one rank: when they begin and end, and where their results go.
+"""The profiles of one start of a run on one rank: when they begin and end, and where their results
+go.
 
-PyTorch's profiler gives a Chrome trace and tables of operations; `schedule_times` records the steps of the schedule.
+PyTorch's profiler gives a Chrome trace and tables of operations; `schedule_times` records the steps
+of the schedule.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class OperationProfile:
 
     def __init__(self, config: ProfilingConfig, device_type: str) -> None:
         self._on_gpu = config.profile_cuda and device_type == "cuda"
-        activities = [ProfilerActivity.CPU] * config.profile_cpu + [ProfilerActivity.CUDA] * self._on_gpu
+        activities = [ProfilerActivity.CPU] * config.profile_cpu + [
+            ProfilerActivity.CUDA
+        ] * self._on_gpu
         self._profile = profile(activities=activities)
         self._iteration = contextlib.ExitStack()  # holds the range of an iteration
         self._is_warm = False
@@ -76,7 +80,9 @@ class OperationProfile:
         Raises:
             OSError: if it cannot be written.
         """
-        plain, packed = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("json", "gz"))
+        plain, packed = (
+            path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("json", "gz")
+        )
         try:
             self._profile.export_chrome_trace(str(plain))
             with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
@@ -100,7 +106,9 @@ class WatchedStage:
         self._stage, self._arounds = stage, arounds
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = name.partition("_")[0]  # "require" of `require_weights`, "finish" of `finish_reduction`
+        verb = name.partition("_")[
+            0
+        ]  # "require" of `require_weights`, "finish" of `finish_reduction`
 
         def watched_verb(*arguments: Any) -> Any:
             micro_batch = arguments[-1] if verb in COMPUTING else None
@@ -113,11 +121,16 @@ class WatchedStage:
 
 
 def open_profiles(
-    config: Config, logger: logging.Logger, distributed: Distributed, folder: Path | None, model: MultiStage
+    config: Config,
+    logger: logging.Logger,
+    distributed: Distributed,
+    folder: Path | None,
+    model: MultiStage,
 ) -> Profiles | None:
     """Return the profiles that the options ask for on this rank, or None. All ranks call this.
 
-    Call before the weights are loaded: timing a collective alone leaves garbage in the gradient buffers.
+    Call before the weights are loaded: timing a collective alone leaves garbage in the gradient
+    buffers.
 
     folder: for the results; None writes nothing.
     """
@@ -130,9 +143,13 @@ def open_profiles(
     alone_s: dict[tuple[str, int | None], float] = {}
     if options.profile_schedule and distributed.device.type == "cpu" and distributed.world_size > 1:
         with distributed.traffic.paused():
-            for stage in model.all_stages:  # the ranks time the same number, so that they meet at the barriers
+            for stage in (
+                model.all_stages
+            ):  # the ranks time the same number, so that they meet at the barriers
                 own = [stage] if stage in model.stages else []
-                for kind, seconds in time_collectives(own, model.group, distributed.barrier).items():
+                for kind, seconds in time_collectives(
+                    own, model.group, distributed.barrier
+                ).items():
                     alone_s[kind, stage.index] = seconds
     if options.profile_ranks and distributed.rank not in options.profile_ranks:
         return None
@@ -141,11 +158,12 @@ def open_profiles(
 
 @dataclass(eq=False)
 class Profiles:
-    """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close` at the end.
+    """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close`
+    at the end.
 
-    An iteration of warm-up follows those to skip. Before and after it the model runs as without a profile.
-    with_operations: run PyTorch's profiler. alone_s: seconds of a collective with nothing else running, by (kind,
-    stage).
+    An iteration of warm-up follows those to skip. Before and after it the model runs as without a
+    profile. with_operations: run PyTorch's profiler. alone_s: seconds of a collective with nothing
+    else running, by (kind, stage).
     """
 
     config: ProfilingConfig
@@ -162,11 +180,13 @@ class Profiles:
     _last: int = 0  # iteration that is done
 
     def _place(self) -> int:
-        """Return the place of the next iteration in the profile: 0 is the warm-up, 1 to profile_active are recorded."""
+        """Return the place of the next iteration in the profile: 0 is the warm-up, 1 to
+        profile_active are recorded."""
         return self._done - self.config.profile_skip
 
     def iteration_done(self, iteration: int) -> None:
-        """End an iteration, and the profile if this was its last; prepare the next iteration. Call on every rank."""
+        """End an iteration, and the profile if this was its last; prepare the next iteration. Call
+        on every rank."""
         place = self._place()
         self._done, self._last = self._done + 1, iteration
         if self._schedule is not None:
@@ -178,8 +198,8 @@ class Profiles:
         self.begin(iteration + 1)
 
     def close(self) -> None:
-        """Write the iterations done so far of a profile under way. Call at the end, unless the run failed: other ranks
-        and the device may never answer then.
+        """Write the iterations done so far of a profile under way. Call at the end, unless the run
+        failed: other ranks and the device may never answer then.
         """
         if 0 < self._first <= self._last:
             self._finish()
@@ -192,7 +212,8 @@ class Profiles:
                 self._done,
             )
 
-    # -- one profile -------------------------------------------------------------------------------------------------
+    # -- one profile
+    # -------------------------------------------------------------------------------------------------
 
     def begin(self, iteration: int) -> None:
         """Prepare an iteration: start or continue the profile, if it is a part of it."""
@@ -230,7 +251,8 @@ class Profiles:
         self._first = 0
 
     def _finish(self) -> None:
-        """End the profile under way and write its results; a full disk costs the results, not the run."""
+        """End the profile under way and write its results; a full disk costs the results, not the
+        run."""
         operations = self._operations
         schedule = self._schedule
         words = iterations_in_words(self._first, self._last)
@@ -244,7 +266,9 @@ class Profiles:
         self.distributed.wait_for_device()
         if schedule is not None and (times := schedule.take()):
             self.logger.info(schedule_report.summary(times))
-            written += self._text(f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size))
+            written += self._text(
+                f"{name}.schedule.txt", schedule_report.tables(times, rank, world_size)
+            )
             trace = gzip.compress(json.dumps(schedule_report.trace_events(times, rank)).encode(), 6)
             written += self._write_bytes(f"{name}.schedule.json.gz", trace)
             page = schedule_report.page(times, rank, world_size)
@@ -260,7 +284,8 @@ class Profiles:
         return self._write(name, lambda path: replace_file(path, data))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> list[Path]:
-        """Write one file of the folder; return its path, or nothing if there is no folder, or after a failure."""
+        """Write one file of the folder; return its path, or nothing if there is no folder, or after
+        a failure."""
         if self.folder is None:
             return []
         path = self.folder / name
@@ -268,6 +293,8 @@ class Profiles:
             self.folder.mkdir(exist_ok=True)
             write(path)
         except OSError as error:
-            self.logger.warning("cannot write %s: %s; the run continues without it", path, error.strerror or error)
+            self.logger.warning(
+                "cannot write %s: %s; the run continues without it", path, error.strerror or error
+            )
             return []
         return [path]

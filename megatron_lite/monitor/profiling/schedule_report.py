@@ -1,4 +1,5 @@
-"""The times of a schedule as one line for the log, as tables, as a trace for a browser, and as a page of HTML.
+"""The times of a schedule as one line for the log, as tables, as a trace for a browser, and as a
+page of HTML.
 
 The page is one file that needs no network: a timeline to zoom, and the tables.
 """
@@ -77,11 +78,14 @@ def mean_parts(profile: Profile) -> dict[str, float]:
 
 
 def summary(profile: Profile) -> str:
-    """Return the line of the log: `schedule of iterations 3-4: 812.4 ms each: backward 55 %, forward 30 %, ...`."""
+    """Return the line of the log: `schedule of iterations 3-4: 812.4 ms each: backward 55 %,
+    forward 30 %, ...`."""
     shares = mean_parts(profile)
     wall_s = sum(shares.values())
     shown = sorted(shares.items(), key=lambda item: -item[1])
-    listed = ", ".join(f"{name} {seconds / wall_s:.0%}" for name, seconds in shown if seconds >= 0.005 * wall_s)
+    listed = ", ".join(
+        f"{name} {seconds / wall_s:.0%}" for name, seconds in shown if seconds >= 0.005 * wall_s
+    )
     return f"schedule of {iterations_of(profile)}: {wall_s * 1e3:.2f} ms each: {listed}"
 
 
@@ -91,12 +95,23 @@ def iterations_of(profile: Profile) -> str:
 
 
 def tables(profile: Profile, rank: int, world_size: int) -> str:
-    """Return three tables: parts of an iteration, steps by stage, collectives by stage; means over the iterations."""
+    """Return three tables: parts of an iteration, steps by stage, collectives by stage; means over
+    the iterations."""
     shares = mean_parts(profile)
     shares["total"] = sum(shares.values())
     title = f"schedule of {iterations_of(profile)}, rank {rank} of {world_size}; numbers and times of one iteration"
-    rows = [[name, _ms(seconds), f"{seconds / shares['total']:.1%}"] for name, seconds in shares.items()]
-    collectives = ["collective", "number", "MiB", "takes ms", "exposed ms", "hidden ms", "while computing"]
+    rows = [
+        [name, _ms(seconds), f"{seconds / shares['total']:.1%}"] for name, seconds in shares.items()
+    ]
+    collectives = [
+        "collective",
+        "number",
+        "MiB",
+        "takes ms",
+        "exposed ms",
+        "hidden ms",
+        "while computing",
+    ]
     found = (
         [["part", "ms", "share"], *rows],
         [["step", "number", "ms", "ms each"], *_step_rows(profile)],
@@ -113,7 +128,12 @@ def _step_rows(profile: Profile) -> Iterator[list[str]]:
         groups.setdefault((step.verb, step.stage), []).append(step)
     for key, group in groups.items():
         seconds, number = sum(step.own_s for step in group), len(profile)
-        yield [range_name(*key), f"{len(group) / number:g}", _ms(seconds, number), _ms(seconds, len(group))]
+        yield [
+            range_name(*key),
+            f"{len(group) / number:g}",
+            _ms(seconds, number),
+            _ms(seconds, len(group)),
+        ]
 
 
 def _transfer_rows(profile: Profile) -> Iterator[list[str]]:
@@ -136,7 +156,8 @@ def _transfer_rows(profile: Profile) -> Iterator[list[str]]:
 
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
-    """Name the computations that overlap longest with the collectives, each with its share of the time."""
+    """Name the computations that overlap longest with the collectives, each with its share of the
+    time."""
     window_s = sum(transfer.window_s for transfer, _ in group)
     behind = defaultdict[tuple[str, int], float](float)
     for transfer, times in group:
@@ -144,7 +165,9 @@ def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
             behind[name] += seconds
     longest = sorted(behind.items(), key=lambda item: -item[1])[:SHOWN_BEHIND]
     return ", ".join(
-        f"{range_name(*key)} {seconds / window_s:.0%}" for key, seconds in longest if seconds >= 0.01 * window_s
+        f"{range_name(*key)} {seconds / window_s:.0%}"
+        for key, seconds in longest
+        if seconds >= 0.01 * window_s
     )
 
 
@@ -160,15 +183,24 @@ def _ms(seconds: float | None, number: int = 1) -> str:
 def trace_events(profile: Profile, rank: int) -> JsonObject:
     """Return a trace in the Trace Event Format, in microseconds from its first event.
 
-    One process per rank; thread 0 has the steps, with waits inside them, and the others the collectives under way,
-    as many at a time as there are threads. Files of several ranks can be joined: append their `traceEvents`.
+    One process per rank; thread 0 has the steps, with waits inside them, and the others the
+    collectives under way, as many at a time as there are threads. Files of several ranks can be
+    joined: append their `traceEvents`.
     """
     begun_s = [transfer.under_way_s[0] for times in profile for transfer in times.transfers]
     origin_s = min([times.start_s for times in profile] + begun_s)
 
     def event(name: str, thread: int, start_s: float, end_s: float, **values: Any) -> JsonObject:
         start, end = round((start_s - origin_s) * 1e6, 3), round((end_s - origin_s) * 1e6, 3)
-        return {"name": name, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": end - start, "args": values}
+        return {
+            "name": name,
+            "ph": "X",
+            "pid": rank,
+            "tid": thread,
+            "ts": start,
+            "dur": end - start,
+            "args": values,
+        }
 
     events, lanes_s = [], list[float]()  # when each thread for collectives becomes free
     for times in profile:
@@ -188,8 +220,14 @@ def trace_events(profile: Profile, rank: int) -> JsonObject:
                 values |= {"takes_ms": transfer.takes_s * 1e3, "hidden_ms": transfer.hidden_s * 1e3}
             events.append(event(name, lane + 1, start_s, end_s, **values))
     threads = ["steps", *(f"collectives {lane + 1}" for lane in range(len(lanes_s)))]
-    labels = [("process_name", 0, f"rank {rank}"), *(("thread_name", *thread) for thread in enumerate(threads))]
-    names = [{"name": kind, "ph": "M", "pid": rank, "tid": at, "args": {"name": name}} for kind, at, name in labels]
+    labels = [
+        ("process_name", 0, f"rank {rank}"),
+        *(("thread_name", *thread) for thread in enumerate(threads)),
+    ]
+    names = [
+        {"name": kind, "ph": "M", "pid": rank, "tid": at, "args": {"name": name}}
+        for kind, at, name in labels
+    ]
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
 
 
@@ -238,7 +276,11 @@ def _timeline(profile: Profile, rank: int) -> str:
         elif kind not in KINDS:
             kind = "other"
         words = [f"{name}: {ms:.3f} ms"]
-        words += [f"{key.removesuffix('_ms')} {event['args'][key]:.3f} ms" for key in event["args"] if "_ms" in key]
+        words += [
+            f"{key.removesuffix('_ms')} {event['args'][key]:.3f} ms"
+            for key in event["args"]
+            if "_ms" in key
+        ]
         # Waits and steps lie inside each other: the inner ones come later, in front.
         bars.append(
             f'<rect class="{kind}" x="{event["ts"]:.1f}" y="{ROW * event["tid"] + (ROW - BAR) // 2}" '

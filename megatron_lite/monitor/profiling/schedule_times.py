@@ -1,17 +1,20 @@
-"""Times of an iteration's schedule: recorded, and split into exposed and hidden time of each collective.
+"""Times of an iteration's schedule: recorded, and split into exposed and hidden time of each
+collective.
 
-A collective is posted, runs while the device computes, and is waited for where its result is needed:
+A collective is posted, runs while the device computes, and is waited for where its result is
+needed:
 
     posted ------- window: the computation continues ------- waits ---- exposed ---- done
 
-On a GPU collectives run one after the other, and the end of each is seen: it runs from its posting, or from the end of
-the one before if that is later, and the part before the wait is hidden. On CPU nothing tells when a transfer ends:
-`alone_s`, its duration with nothing else running, stands for its duration, and what was not exposed of it was hidden,
-at most the window. The exposed time includes the wait for slower ranks.
+On a GPU collectives run one after the other, and the end of each is seen: it runs from its posting,
+or from the end of the one before if that is later, and the part before the wait is hidden. On CPU
+nothing tells when a transfer ends: `alone_s`, its duration with nothing else running, stands for
+its duration, and what was not exposed of it was hidden, at most the window. The exposed time
+includes the wait for slower ranks.
 
-A recorder marks each verb of a stage and each wait. On CPU a mark is a time. On a GPU it is an event on the compute
-stream, so that nothing is read before the profile ends; a second stream waits for each collective and records when that
-has arrived.
+A recorder marks each verb of a stage and each wait. On CPU a mark is a time. On a GPU it is an
+event on the compute stream, so that nothing is read before the profile ends; a second stream waits
+for each collective and records when that has arrived.
 """
 
 from __future__ import annotations
@@ -29,13 +32,17 @@ import torch
 
 from megatron_lite.distributed.traffic import FirstWait, Handle
 
-COMPUTING = ("forward", "backward")  # verbs of the schedule; the others start collectives or wait for them
+COMPUTING = (
+    "forward",
+    "backward",
+)  # verbs of the schedule; the others start collectives or wait for them
 STARTING = "starting gathers and reductions"
 Mark = Any  # a point in time; only the clock that made it can read it
 
 
 def range_name(verb: str, stage: int | None, micro_batch: int | None = None) -> str:
-    """Return the name of a verb or collective in traces and tables: `forward stage 2, micro-batch 0`."""
+    """Return the name of a verb or collective in traces and tables: `forward stage 2, micro-batch
+    0`."""
     if stage is None:
         return verb
     return f"{verb} stage {stage}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
@@ -48,7 +55,8 @@ def iterations_in_words(first: int, last: int) -> str:
 
 @dataclass
 class Transfer:
-    """One collective that was waited for in the iteration; it may have been posted in the one before.
+    """One collective that was waited for in the iteration; it may have been posted in the one
+    before.
 
     Times here are seconds on one clock; while a schedule is recorded, they are marks of the clock.
     """
@@ -88,7 +96,11 @@ class Transfer:
         """The part of its duration in which nothing waited for it; None: unknown."""
         if self.ran_s is not None:
             return self.window_s
-        return None if self.alone_s is None else min(max(self.alone_s - self.exposed_s, 0.0), self.window_s)
+        return (
+            None
+            if self.alone_s is None
+            else min(max(self.alone_s - self.exposed_s, 0.0), self.window_s)
+        )
 
 
 @dataclass
@@ -114,7 +126,8 @@ class TimedVerb:
 
 @dataclass
 class IterationTimes:
-    """All verbs and collectives of one iteration, in order, from the end of the one before to its own end."""
+    """All verbs and collectives of one iteration, in order, from the end of the one before to its
+    own end."""
 
     iteration: int
     start_s: float
@@ -124,13 +137,18 @@ class IterationTimes:
 
 
 def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the span of each collective: it starts when it is posted, but not before the one before has ended."""
-    begun = [max(posted, before) for posted, before in zip(posted_s, [float("-inf"), *arrived_s], strict=False)]
+    """Return the span of each collective: it starts when it is posted, but not before the one
+    before has ended."""
+    begun = [
+        max(posted, before)
+        for posted, before in zip(posted_s, [float("-inf"), *arrived_s], strict=False)
+    ]
     return [(start, max(end, start)) for start, end in zip(begun, arrived_s, strict=True)]
 
 
 def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str, int], float]:
-    """Return the seconds that each computation, by (verb, stage), overlaps with a collective before the wait."""
+    """Return the seconds that each computation, by (verb, stage), overlaps with a collective before
+    the wait."""
     start_s = transfer.under_way_s[0]
     end_s = start_s + transfer.window_s
     behind = defaultdict[tuple[str, int], float](float)
@@ -144,8 +162,9 @@ def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str
 def parts(times: IterationTimes) -> dict[str, float]:
     """Return the seconds that each part of the iteration takes; they add up to its wall time.
 
-    `waits for <kind>` is the exposed time. `gaps` is the time between the steps of the schedule, the throttle's on the
-    host included. The schedule ends with the last "finish"; the gathers after it are part of the optimizer's step.
+    `waits for <kind>` is the exposed time. `gaps` is the time between the steps of the schedule,
+    the throttle's on the host included. The schedule ends with the last "finish"; the gathers after
+    it are part of the optimizer's step.
     """
     assert times.steps, "an iteration without steps"
     begins = times.steps[0].start_s
@@ -159,15 +178,19 @@ def parts(times: IterationTimes) -> dict[str, float]:
     names = ("data and inputs", "gaps", "optimizer", "log, evaluation, saves")
     borders = itertools.pairwise((times.start_s, begins, ends, updated, times.end_s))
     for name, (start_s, end_s) in zip(names, borders, strict=True):
-        result[name] = end_s - start_s - sum(seconds for at_s, seconds, _ in spent if start_s <= at_s < end_s)
+        result[name] = (
+            end_s - start_s - sum(seconds for at_s, seconds, _ in spent if start_s <= at_s < end_s)
+        )
     return result
 
 
-# -- recording --------------------------------------------------------------------------------------------------------
+# -- recording
+# --------------------------------------------------------------------------------------------------------
 
 
 class HostClock:
-    """Marks points in time on a CPU, where the arrival of a transfer is not seen before the wait for it."""
+    """Marks points in time on a CPU, where the arrival of a transfer is not seen before the wait
+    for it."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -192,7 +215,8 @@ class DeviceClock(HostClock):
         return event
 
     def arrival(self, work: Handle) -> Mark | None:
-        """Record an event after the collective, on a stream that nothing else uses; the host does not wait."""
+        """Record an event after the collective, on a stream that nothing else uses; the host does
+        not wait."""
         with torch.cuda.stream(self._side):
             work.wait()
             return self.mark()
@@ -206,13 +230,16 @@ class DeviceClock(HostClock):
 class ScheduleRecorder:
     """Records every verb and collective from its creation on; `lap` ends an iteration.
 
-    alone_s: seconds of a collective with nothing else running, by (kind, stage), where the clock sees no arrival.
+    alone_s: seconds of a collective with nothing else running, by (kind, stage), where the clock
+    sees no arrival.
     """
 
     def __init__(self, clock: HostClock, alone_s: Mapping[tuple[str, int | None], float]) -> None:
         self._clock, self._alone_s = clock, alone_s
         self._verb: TimedVerb | None = None  # under way
-        self._posted: list[tuple[Transfer, Mark | None]] = []  # every collective with its arrival, in order
+        self._posted: list[
+            tuple[Transfer, Mark | None]
+        ] = []  # every collective with its arrival, in order
         self._current = IterationTimes(0, clock.mark())
         self._kept: list[IterationTimes] = []
 
@@ -228,9 +255,12 @@ class ScheduleRecorder:
             timed.end_s = self._clock.mark()
 
     def started(self, kind: str, bytes: int, work: Handle) -> Handle:
-        """Record a collective of the verb under way, and return a handle that records the wait for it."""
+        """Record a collective of the verb under way, and return a handle that records the wait for
+        it."""
         stage = None if self._verb is None else self._verb.stage
-        transfer = Transfer(kind, stage, bytes, self._clock.mark(), alone_s=self._alone_s.get((kind, stage)))
+        transfer = Transfer(
+            kind, stage, bytes, self._clock.mark(), alone_s=self._alone_s.get((kind, stage))
+        )
         self._posted.append((transfer, self._clock.arrival(work)))
         return FirstWait(work, lambda: self._wait(transfer, work))
 
@@ -251,18 +281,26 @@ class ScheduleRecorder:
         self._current = IterationTimes(0, end)
 
     def take(self) -> list[IterationTimes]:
-        """Return the iterations that were kept, in seconds. Call after the device has done its work."""
+        """Return the iterations that were kept, in seconds. Call after the device has done its
+        work."""
         seconds, kept = self._clock.seconds, self._kept
         # Collectives without a wait so far were posted last, and may still be under way.
-        waited = [(transfer, arrival) for transfer, arrival in self._posted if transfer.done_s != math.inf]
+        waited = [
+            (transfer, arrival) for transfer, arrival in self._posted if transfer.done_s != math.inf
+        ]
         for transfer, _ in waited:
             transfer.posted_s = seconds(transfer.posted_s)
             transfer.waits_s, transfer.done_s = seconds(transfer.waits_s), seconds(transfer.done_s)
         seen = [(transfer, seconds(arrival)) for transfer, arrival in waited if arrival is not None]
-        ran_s = runs([transfer.posted_s for transfer, _ in seen], [arrived_s for _, arrived_s in seen])
+        ran_s = runs(
+            [transfer.posted_s for transfer, _ in seen], [arrived_s for _, arrived_s in seen]
+        )
         for (transfer, _), ran in zip(seen, ran_s, strict=True):
             transfer.ran_s = ran
-        spans: list[IterationTimes | TimedVerb] = [*kept, *(verb for times in kept for verb in times.steps)]
+        spans: list[IterationTimes | TimedVerb] = [
+            *kept,
+            *(verb for times in kept for verb in times.steps),
+        ]
         for timed in spans:
             timed.start_s, timed.end_s = seconds(timed.start_s), seconds(timed.end_s)
         self._kept, self._posted = [], []

@@ -1,1 +1,2 @@
-"""Destinations of metrics: `metrics.jsonl`, the authoritative record, Weights & Biases and TensorBoard."""
+"""Destinations of metrics: `metrics.jsonl`, the authoritative record, Weights & Biases and
+TensorBoard."""

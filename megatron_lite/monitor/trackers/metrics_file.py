@@ -1,8 +1,9 @@
 """metrics.jsonl, the authoritative record of a run's metrics.
 
-One JSON object per line, each written by one `write` in append mode, so a line is complete or absent. Floats are in
-shortest round-trip form; NaN and infinities, which JSON lacks, become null. A start repairs a last line torn by a
-crash, then appends: where a resumed run repeats an iteration, the later line counts.
+One JSON object per line, each written by one `write` in append mode, so a line is complete or
+absent. Floats are in shortest round-trip form; NaN and infinities, which JSON lacks, become null. A
+start repairs a last line torn by a crash, then appends: where a resumed run repeats an iteration,
+the later line counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _REPAIR_BYTES = 1 << 20  # far longer than any line
 
 
 class MetricsFile(AppendFile):
-    """metrics.jsonl, open for appending. A line that cannot be written is lost, and the first loss is reported.
+    """metrics.jsonl, open for appending. A line that cannot be written is lost, and the first loss
+    is reported.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -48,7 +50,11 @@ class MetricsFile(AppendFile):
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
         """Append one record, without the statistics of --watch, which would make long lines."""
-        broken = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        broken = {
+            key: None
+            for key, value in record.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        }
         self.write_line(json.dumps({**record, **broken}, allow_nan=False))
 
     def close(self, exit_code: int = 0) -> None:
@@ -59,7 +65,8 @@ class MetricsFile(AppendFile):
 
 
 class WatchFile(MetricsFile):
-    """watch.jsonl, the statistics of each parameter that --watch asks for; see docs/monitoring.md."""
+    """watch.jsonl, the statistics of each parameter that --watch asks for; see
+    docs/monitoring.md."""
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
         """Append the statistics that a record comes with, if any."""

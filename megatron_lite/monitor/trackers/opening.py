@@ -15,8 +15,16 @@ from megatron_lite.config import Config, flatten
 from megatron_lite.errors import UsageError
 from megatron_lite.monitor.metric_lines import Record
 from megatron_lite.monitor.trackers.metrics_file import WATCH_FILE, MetricsFile, WatchFile
-from megatron_lite.monitor.trackers.queued_tracker import OwnTracker, QueuedTracker, TensorBoardTracker
-from megatron_lite.monitor.trackers.wandb_tracker import WandbTracker, read_key, send_no_error_reports
+from megatron_lite.monitor.trackers.queued_tracker import (
+    OwnTracker,
+    QueuedTracker,
+    TensorBoardTracker,
+)
+from megatron_lite.monitor.trackers.wandb_tracker import (
+    WandbTracker,
+    read_key,
+    send_no_error_reports,
+)
 from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.exit_status import METRICS_FILE
 
@@ -32,23 +40,27 @@ class Trackers:
         self._destinations, self._run = destinations, run
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
-        """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since 1970.
+        """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since
+        1970.
 
-        Values are plain numbers or text, never tensors. watched: the statistics of --watch that the record comes with.
+        Values are plain numbers or text, never tensors. watched: the statistics of --watch that the
+        record comes with.
         """
         record = {**record, "run": self._run, "time": round(time.time(), 3)}
         for destination in self._destinations:
             destination.log(record, watched)
 
     def close(self, exit_code: int) -> None:
-        """Close the files, send what is queued and finish the run in Weights & Biases. A second call does nothing."""
+        """Close the files, send what is queued and finish the run in Weights & Biases. A second
+        call does nothing."""
         destinations, self._destinations = self._destinations, ()
         for destination in destinations:
             destination.close(exit_code)
 
 
 def check_trackers(config: Config) -> None:
-    """Check, before any work, that the packages of the trackers are installed and that the key file is usable.
+    """Check, before any work, that the packages of the trackers are installed and that the key file
+    is usable.
 
     Raises:
         UsageError: if not.
@@ -74,8 +86,8 @@ def open_trackers(
         iteration: iterations done; destinations that can drop later records do.
 
     Raises:
-        UsageError: if a package cannot be imported, or the key file of Weights & Biases is unusable.
-        StorageError: if metrics.jsonl cannot be opened.
+        UsageError: if a package cannot be imported, or the key file of Weights & Biases is
+        unusable. StorageError: if metrics.jsonl cannot be opened.
     """
     options = config.tracking
     names = options.trackers if reports else ()
@@ -86,25 +98,36 @@ def open_trackers(
             destinations.append(WatchFile(experiment_dir / WATCH_FILE))
     keeps_lines = bool(destinations)
     if "tensorboard" in names:
-        writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard", config).EventFileWriter
+        writer = _import(
+            "tensorboard.summary.writer.event_file_writer", "tensorboard", config
+        ).EventFileWriter
         folder = options.tensorboard_dir or str((experiment_dir or Path()) / TENSORBOARD_FOLDER)
         destinations.append(TensorBoardTracker(writer, folder, iteration, keeps_lines))
     if "wandb" in names:
         send_no_error_reports()
-        destinations.append(WandbTracker(_import("wandb", "wandb", config), config, experiment_dir, run, keeps_lines))
+        destinations.append(
+            WandbTracker(
+                _import("wandb", "wandb", config), config, experiment_dir, run, keeps_lines
+            )
+        )
     own = (name for name in names if ":" in name)
-    destinations += (OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own)
+    destinations += (
+        OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own
+    )
     return Trackers(destinations, run)
 
 
 def own_class(name: str) -> Any:
-    """Return the class of --trackers=package.module:Class; UsageError if it cannot be imported or lacks a method."""
+    """Return the class of --trackers=package.module:Class; UsageError if it cannot be imported or
+    lacks a method."""
     try:
         found = pkgutil.resolve_name(name)
         attrgetter("log", "close")(found)
     except Exception as error:  # whatever the module does
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UsageError(f"--trackers={name}: {reason}; docs/monitoring.md says what it needs") from None
+        raise UsageError(
+            f"--trackers={name}: {reason}; docs/monitoring.md says what it needs"
+        ) from None
     return found
 
 
@@ -117,5 +140,11 @@ def _import(module: str, tracker: str, config: Config) -> Any:
 
 def _missing(tracker: str, config: Config, reason: str) -> UsageError:
     entity = config.tracking.wandb_entity_name
-    flag = f"--wandb_entity_name={entity}" if tracker == "wandb" and entity else f"--trackers={tracker}"
-    return UsageError(f"{flag} needs the package {tracker}: {reason}; install it with: python -m pip install {tracker}")
+    flag = (
+        f"--wandb_entity_name={entity}"
+        if tracker == "wandb" and entity
+        else f"--trackers={tracker}"
+    )
+    return UsageError(
+        f"{flag} needs the package {tracker}: {reason}; install it with: python -m pip install {tracker}"
+    )

@@ -1,4 +1,5 @@
-"""Destinations of metrics in a thread of their own, behind a bounded queue, so that they cannot delay training.
+"""Destinations of metrics in a thread of their own, behind a bounded queue, so that they cannot
+delay training.
 
 TensorBoard is one; `wandb_tracker` has the other.
 """
@@ -17,7 +18,9 @@ from megatron_lite.monitor.watch import Watched
 
 STOPPED_LIMIT_S = 5.0
 CLOSE_TIMEOUT_S = 20  # of TensorBoard
-FLUSH_S = 10  # at most this much is missing on TensorBoard's page of a run under way, or after a kill
+FLUSH_S = (
+    10  # at most this much is missing on TensorBoard's page of a run under way, or after a kill
+)
 MAX_QUEUED_RECORDS = 1000
 MAX_QUEUED_WATCHED = 50  # while more records wait, they are sent without the statistics of --watch
 
@@ -25,8 +28,9 @@ MAX_QUEUED_WATCHED = 50  # while more records wait, they are sent without the st
 class QueuedTracker:
     """Base class of the trackers that may be slow, unreachable, or raise.
 
-    The methods that training calls put work into the queue and never raise; records beyond a full queue are dropped and
-    counted. Subclasses override the methods of the thread, which may block or raise; it starts with `_begin`.
+    The methods that training calls put work into the queue and never raise; records beyond a full
+    queue are dropped and counted. Subclasses override the methods of the thread, which may block or
+    raise; it starts with `_begin`.
 
     keeps_lines: whether metrics.jsonl has all records, too.
     """
@@ -36,7 +40,9 @@ class QueuedTracker:
 
     def __init__(self, keeps_lines: bool, limit_s: float) -> None:
         self._keeps_lines, self._limit_s = keeps_lines, limit_s
-        self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.Queue(MAX_QUEUED_RECORDS)
+        self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.Queue(
+            MAX_QUEUED_RECORDS
+        )
         self._dropped = self._failed = 0  # records
         self._thread = threading.Thread(target=self._work, name=self.title, daemon=True)
 
@@ -49,9 +55,12 @@ class QueuedTracker:
     def close(self, exit_code: int) -> None:
         """Send the queued records and end the thread, or give up after a time limit.
 
-        The limit is short for a run that was stopped: whoever stopped it may kill it soon, before exit.json is written.
+        The limit is short for a run that was stopped: whoever stopped it may kill it soon, before
+        exit.json is written.
         """
-        limit_s = min(self._limit_s, STOPPED_LIMIT_S) if exit_code == EXIT_PREEMPTED else self._limit_s
+        limit_s = (
+            min(self._limit_s, STOPPED_LIMIT_S) if exit_code == EXIT_PREEMPTED else self._limit_s
+        )
         try:
             self._queue.put((self._end, (exit_code,)), timeout=limit_s)
             self._thread.join(limit_s)
@@ -76,7 +85,8 @@ class QueuedTracker:
         """Leave a hanging thread to the end of the process."""
         get_logger().warning("%s does not answer; what is missing there is lost", self.title)
 
-    # -- in the thread ----------------------------------------------------------------------------------------------
+    # -- in the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         is_open = False
@@ -122,7 +132,8 @@ class QueuedTracker:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return the numbers of a record as {"<phase>/<key>": value}, without the iteration, which is the axis."""
+    """Return the numbers of a record as {"<phase>/<key>": value}, without the iteration, which is
+    the axis."""
     return {
         f"{record['phase']}/{key}": value
         for key, value in record.items()
@@ -133,25 +144,28 @@ def numbers_of(record: Record) -> dict[str, float]:
 class TensorBoardTracker(QueuedTracker):
     """TensorBoard's event files in one folder for all starts of a run, written by its own writer.
 
-    A record is one event with all its values: one call of the writer for each value would keep Python busy for a
-    quarter of a second at a step that is watched.
+    A record is one event with all its values: one call of the writer for each value would keep
+    Python busy for a quarter of a second at a step that is watched.
 
     Args:
         writer: the class EventFileWriter.
-        iteration: iterations done. TensorBoard hides what earlier starts wrote about later iterations.
-        keeps_lines: see the base class.
+        iteration: iterations done. TensorBoard hides what earlier starts wrote about later
+        iterations. keeps_lines: see the base class.
     """
 
     title = "TensorBoard"
 
-    def __init__(self, writer: Callable[..., Any], folder: str, iteration: int, keeps_lines: bool) -> None:
+    def __init__(
+        self, writer: Callable[..., Any], folder: str, iteration: int, keeps_lines: bool
+    ) -> None:
         super().__init__(keeps_lines, CLOSE_TIMEOUT_S)
         self._open_writer = lambda: writer(folder, flush_secs=FLUSH_S)
         # A new run replaces everything, its values at iteration 0 included.
         self._first = iteration + 1 if iteration else 0
         self._thread.start()
 
-    # -- in the thread ----------------------------------------------------------------------------------------------
+    # -- in the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -172,7 +186,9 @@ class TensorBoardTracker(QueuedTracker):
         values = [value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         for tag, histogram in watched.histograms() if watched is not None else ():
             values.append(value(tag=tag, histo=self._histogram(**histogram.proto_fields())))
-        event = self._event(step=record["iteration"], wall_time=record["time"], summary=self._summary(value=values))
+        event = self._event(
+            step=record["iteration"], wall_time=record["time"], summary=self._summary(value=values)
+        )
         self._writer.add_event(event)
 
     def _end(self, exit_code: int) -> None:
@@ -180,9 +196,12 @@ class TensorBoardTracker(QueuedTracker):
 
 
 class OwnTracker(QueuedTracker):
-    """A class of the user's: made with all options by name, then `log(record)`, and `close(exit_code)` at the end."""
+    """A class of the user's: made with all options by name, then `log(record)`, and
+    `close(exit_code)` at the end."""
 
-    def __init__(self, name: str, own: Callable[..., Any], options: dict[str, Any], keeps_lines: bool) -> None:
+    def __init__(
+        self, name: str, own: Callable[..., Any], options: dict[str, Any], keeps_lines: bool
+    ) -> None:
         self.title, self._make = name, lambda: own(options)
         super().__init__(keeps_lines, CLOSE_TIMEOUT_S)
         self._thread.start()

@@ -1,8 +1,10 @@
-"""Weights & Biases in a separate thread: a run that every start of an experiment continues, alerts, offline by itself.
+"""Weights & Biases in a separate thread: a run that every start of an experiment continues, alerts,
+offline by itself.
 
-If the service is slow, unreachable or dies, points are dropped and counted, and training does not wait. The key comes
-from the variable WANDB_API_KEY or the text file at WANDB_API_KEY_PATH, and goes to the library only: it never becomes
-an option, so no command line, configuration, log or saved file has it.
+If the service is slow, unreachable or dies, points are dropped and counted, and training does not
+wait. The key comes from the variable WANDB_API_KEY or the text file at WANDB_API_KEY_PATH, and goes
+to the library only: it never becomes an option, so no command line, configuration, log or saved
+file has it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def read_key() -> str | None:
     """Return the key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
 
     Raises:
-        UsageError: if the file cannot be read or does not hold one word. The message never shows the content.
+        UsageError: if the file cannot be read or does not hold one word. The message never shows
+        the content.
     """
     if key := os.environ.get("WANDB_API_KEY", "").strip():
         return key
@@ -53,7 +56,9 @@ def read_key() -> str | None:
         words = Path(path).expanduser().read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UsageError(f"WANDB_API_KEY_PATH={path} cannot be read: {reason}; give a text file with the key") from None
+        raise UsageError(
+            f"WANDB_API_KEY_PATH={path} cannot be read: {reason}; give a text file with the key"
+        ) from None
     if len(words) != 1:
         fact = "is empty" if not words else f"holds {len(words)} words"
         raise UsageError(f"WANDB_API_KEY_PATH={path} {fact}; it must hold the key and nothing else")
@@ -61,7 +66,8 @@ def read_key() -> str | None:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key in the user's netrc file; the library itself might prompt for one."""
+    """Whether `wandb login` has left a key in the user's netrc file; the library itself might
+    prompt for one."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
         return netrc.netrc().authenticators(host) is not None
@@ -74,7 +80,9 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
 
     mode: the value of --wandb_mode, which wins over WANDB_MODE.
     """
-    source, mode = ("--wandb_mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE", ""))
+    source, mode = (
+        ("--wandb_mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE", ""))
+    )
     if mode in ("offline", "dryrun"):
         return f"{source}={mode}"
     if mode in ("", "online") and key is None and not _logged_in():
@@ -83,7 +91,8 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
 
 
 def send_no_error_reports() -> None:
-    """Keep the library from sending error reports, for which it would wait when the process ends."""
+    """Keep the library from sending error reports, for which it would wait when the process
+    ends."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
@@ -97,14 +106,22 @@ class WandbTracker(QueuedTracker):
 
     title = "Weights & Biases"
 
-    def __init__(self, wandb: Any, config: Config, experiment_dir: Path | None, run: int, keeps_lines: bool) -> None:
+    def __init__(
+        self, wandb: Any, config: Config, experiment_dir: Path | None, run: int, keeps_lines: bool
+    ) -> None:
         """Begin or continue the run. Raises: UsageError if the key file is unusable."""
         super().__init__(keeps_lines, INIT_TIMEOUT_S + FINISH_TIMEOUT_S)
         self._options, self._wandb = config.tracking, wandb
         self._key = read_key()  # None: the library uses the key of `wandb login`
         self._offline = why_offline(config.tracking.wandb_mode, self._key)
-        self._name = config.run.experiment_name or (experiment_dir.absolute().name if experiment_dir else None)
-        folder = experiment_dir / "runs" / str(run) if experiment_dir else Path(tempfile.mkdtemp(prefix="wandb-"))
+        self._name = config.run.experiment_name or (
+            experiment_dir.absolute().name if experiment_dir else None
+        )
+        folder = (
+            experiment_dir / "runs" / str(run)
+            if experiment_dir
+            else Path(tempfile.mkdtemp(prefix="wandb-"))
+        )
         self._directory = folder.absolute()
         self._id, self._config = _run_id(experiment_dir, config.tracking.wandb_id), flatten(config)
         self._last_status: int | None = None
@@ -113,7 +130,8 @@ class WandbTracker(QueuedTracker):
         self.alert(f"{self._name} started", f"run {run}")
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
-        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status interval.
+        """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status
+        interval.
 
         The loss of each phase is also `<phase>/language_model_loss`.
         """
@@ -124,8 +142,14 @@ class WandbTracker(QueuedTracker):
             return
         # Records come at log intervals, which may miss the status interval.
         status = iteration // interval
-        if self._last_status is not None and status > self._last_status or iteration % interval == 0:
-            self.alert(f"{self._name} at iteration {iteration}", format_record(record), is_status=True)
+        if (
+            self._last_status is not None
+            and status > self._last_status
+            or iteration % interval == 0
+        ):
+            self.alert(
+                f"{self._name} at iteration {iteration}", format_record(record), is_status=True
+            )
         self._last_status = status
 
     def alert(self, title: str, text: str, is_status: bool = False) -> None:
@@ -135,18 +159,26 @@ class WandbTracker(QueuedTracker):
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and finish the run; give up within a minute."""
-        how = {0: "ended", EXIT_PREEMPTED: "stopped and saved"}.get(exit_code, f"failed with exit code {exit_code}")
+        how = {0: "ended", EXIT_PREEMPTED: "stopped and saved"}.get(
+            exit_code, f"failed with exit code {exit_code}"
+        )
         self.alert(f"{self._name} {how}", f"exit code {exit_code}")
         super().close(exit_code)
 
     def _abandon(self) -> None:
-        # The library's exit hook would wait for the service forever, and the service would outlive this process.
+        # The library's exit hook would wait for the service forever, and the service would outlive
+        # this process.
         kill_children("wandb-core")
         self._thread.join(1.0)
-        threading.Thread(target=self._wandb.teardown, name="wandb teardown", daemon=True).start()  # removes the hook
-        get_logger().warning("Weights & Biases does not answer; to send what is missing: %s", self._sync_command())
+        threading.Thread(
+            target=self._wandb.teardown, name="wandb teardown", daemon=True
+        ).start()  # removes the hook
+        get_logger().warning(
+            "Weights & Biases does not answer; to send what is missing: %s", self._sync_command()
+        )
 
-    # -- in the thread ----------------------------------------------------------------------------------------------
+    # -- in the thread
+    # ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Open the run online, else offline."""
@@ -162,7 +194,9 @@ class WandbTracker(QueuedTracker):
                 self._leave()  # its service still holds the run id
         self._run = self._init("offline")
         logger.warning(
-            "Weights & Biases is offline (%s); to send the run later: %s", self._offline, self._sync_command()
+            "Weights & Biases is offline (%s); to send the run later: %s",
+            self._offline,
+            self._sync_command(),
         )
 
     def _send(self, record: Record, watched: Watched | None) -> None:
@@ -170,7 +204,9 @@ class WandbTracker(QueuedTracker):
         if watched is not None:
             values |= dict(watched.numbers())
             for tag, histogram in watched.histograms():
-                values[tag] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+                values[tag] = self._wandb.Histogram(
+                    np_histogram=(histogram.counts, histogram.edges)
+                )
         self._run.log(values)
 
     def _end(self, exit_code: int) -> None:
@@ -192,10 +228,16 @@ class WandbTracker(QueuedTracker):
             "x_transaction_log_flush_interval": FLUSH_S,
         }
         if self._key is not None and mode != "offline":
-            settings["api_key"] = self._key  # unlike wandb.login(key), this is not stored in the user's netrc
-        fields = getattr(self._wandb.Settings, "model_fields", settings)  # older versions know fewer
+            settings["api_key"] = (
+                self._key
+            )  # unlike wandb.login(key), this is not stored in the user's netrc
+        fields = getattr(
+            self._wandb.Settings, "model_fields", settings
+        )  # older versions know fewer
         settings = {name: value for name, value in settings.items() if name in fields}
-        self._wandb.setup(self._wandb.Settings(silent=True))  # init's settings come too late for its login messages
+        self._wandb.setup(
+            self._wandb.Settings(silent=True)
+        )  # init's settings come too late for its login messages
         self._directory.mkdir(parents=True, exist_ok=True)
         run = self._wandb.init(
             mode=mode,
@@ -241,5 +283,9 @@ def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
     try:
         replace_file(path, json.dumps({"id": new}).encode() + b"\n")
     except OSError as error:
-        get_logger().warning("cannot write %s: %s; the next start is a new Weights & Biases run", path, error.strerror)
+        get_logger().warning(
+            "cannot write %s: %s; the next start is a new Weights & Biases run",
+            path,
+            error.strerror,
+        )
     return new

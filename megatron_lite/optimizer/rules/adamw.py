@@ -29,7 +29,11 @@ class AdamW(Rule):
     declared = ADAM_STATE
 
     def __init__(
-        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+        self,
+        config: OptimizerConfig,
+        trained: Sequence[Trained],
+        distributed: Distributed,
+        kernels: Kernels,
     ) -> None:
         self._triton = kernels.triton
         self._hyperparameters = Hyperparameters(
@@ -42,10 +46,14 @@ class AdamW(Rule):
         for stage, part in trained:
             self._ranges[stage.index] = ranges_of(part, distributed, clips, separate)
             if part.has_memory:
-                self._shards[stage.index] = Shard(part.weights, part.grad_shard, *part.moments.values())
+                self._shards[stage.index] = Shard(
+                    part.weights, part.grad_shard, *part.moments.values()
+                )
         self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
-            self._clipping = RmsClipping(config.update_rms_clip, trained, self._ranges.values(), distributed)
+            self._clipping = RmsClipping(
+                config.update_rms_clip, trained, self._ranges.values(), distributed
+            )
         elif sigma is not None:
             usual = RollingStatistics(config.clip_update_norm_window, sigma, distributed.device)
             self._clipping = NormClipping(usual, trained, self._ranges.values(), distributed)
@@ -56,11 +64,15 @@ class AdamW(Rule):
         if self._clipping is None:
             return
         sums = [
-            adamw_moments(self._shards[stage.index], self._ranges[stage.index], self._control, self._triton)
+            adamw_moments(
+                self._shards[stage.index], self._ranges[stage.index], self._control, self._triton
+            )
             for stage, _ in trained
         ]
         factors = self._clipping.factors(sums, numbers.skipped)
-        self._factors = {stage.index: factor for (stage, _), factor in zip(trained, factors, strict=True)}
+        self._factors = {
+            stage.index: factor for (stage, _), factor in zip(trained, factors, strict=True)
+        }
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""

@@ -7,10 +7,11 @@
     Muon    m = mu * m + (1 - mu) * g          u = m, or mu * m + (1 - mu) * g (Nesterov), to be orthogonalized
             w = w - lr * decay * w - lr * f * u                                         f by the shape of the matrix
 
-Lion: Chen et al. (2023), algorithm 2; its betas are --adam_beta1 and --adam_beta2. SGD: torch.optim.SGD with decoupled
-weight decay (Loshchilov & Hutter 2019). Muon: Jordan et al. (2024), as in torch.optim.Muon. All in fp32, for gradients
-of any dtype and every form of weights that a `WeightShard` has. If `skipped` is set, no bit changes. The shard is
-updated in chunks, to bound temporaries, and without synchronizing with the host.
+Lion: Chen et al. (2023), algorithm 2; its betas are --adam_beta1 and --adam_beta2. SGD:
+torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019). Muon: Jordan et al. (2024),
+as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of weights that a
+`WeightShard` has. If `skipped` is set, no bit changes. The shard is updated in chunks, to bound
+temporaries, and without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Momentum(Rule):
     declared = OptimizerState((Moment("exp_avg"),))
 
     def __init__(
-        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+        self,
+        config: OptimizerConfig,
+        trained: Sequence[Trained],
+        distributed: Distributed,
+        kernels: Kernels,
     ) -> None:
         rules: dict[str, Callable[..., None]] = {
             "lion": partial(lion, beta1=config.adam_beta1, beta2=config.adam_beta2),
@@ -52,7 +57,12 @@ class Momentum(Rule):
 
 
 def sgd(
-    weights: WeightShard, gradient: Tensor, exp_avg: Tensor, rows: Sequence[Range], step: StepNumbers, momentum: float
+    weights: WeightShard,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    rows: Sequence[Range],
+    step: StepNumbers,
+    momentum: float,
 ) -> None:
     """Update a shard in place with SGD."""
     for _, row, bounds in chunks(rows, gradient.device):
@@ -78,9 +88,16 @@ def lion(
 
 
 def muon_momentum(
-    gradient: Tensor, exp_avg: Tensor, update: Tensor, bounds: slice, step: StepNumbers, momentum: float, nesterov: bool
+    gradient: Tensor,
+    exp_avg: Tensor,
+    update: Tensor,
+    bounds: slice,
+    step: StepNumbers,
+    momentum: float,
+    nesterov: bool,
 ) -> None:
-    """Update the momentum within `bounds` and write u, the input of Newton-Schulz, to `update` in its dtype."""
+    """Update the momentum within `bounds` and write u, the input of Newton-Schulz, to `update` in
+    its dtype."""
     for _, _, chunk in chunks([Range(bounds.start, bounds.stop, 1.0, 1.0)], gradient.device):
         g, m = _unscaled(gradient, chunk, step), exp_avg[chunk]
         new = m.lerp(g, 1 - momentum)
@@ -89,15 +106,25 @@ def muon_momentum(
 
 
 def descend(
-    weights: WeightShard, update: Tensor, rows: Sequence[Range], step: StepNumbers, factors: Sequence[float]
+    weights: WeightShard,
+    update: Tensor,
+    rows: Sequence[Range],
+    step: StepNumbers,
+    factors: Sequence[float],
 ) -> None:
-    """Decay each row's weights and subtract learning rate times the row's factor f times the update."""
+    """Decay each row's weights and subtract learning rate times the row's factor f times the
+    update."""
     for index, row, bounds in chunks(rows, update.device):
         _descend(weights, update[bounds], row, bounds, step, factors[index])
 
 
 def _descend(
-    weights: WeightShard, u: Tensor, row: Range, bounds: slice, step: StepNumbers, factor: float = 1.0
+    weights: WeightShard,
+    u: Tensor,
+    row: Range,
+    bounds: slice,
+    step: StepNumbers,
+    factor: float = 1.0,
 ) -> None:
     rate = step.learning_rate * row.lr_scale
     values = weights.read(bounds)
@@ -107,7 +134,8 @@ def _descend(
 
 
 def _keep(old: Tensor, new: Tensor, step: StepNumbers) -> None:
-    """old = new, unless the step is skipped; a select, because multiplying by 0 would propagate NaN."""
+    """old = new, unless the step is skipped; a select, because multiplying by 0 would propagate
+    NaN."""
     old.copy_(torch.where(step.skipped.bool(), old, new))
 
 

@@ -12,20 +12,23 @@ Matrix products alone turn U S V^T into U S' V^T with all singular values S' nea
 
     X = G / ||G||        A = X X^T        X = a X + (b A + c A^2) X, a few times
 
-in bf16, transposed if that makes A smaller. The coefficients of the quintic maximize the slope at zero, so five steps
-lift small singular values quickly but leave all between about 0.7 and 1.2 instead of exactly at 1. Operations and their
-order match torch.optim.Muon: the bits are the same if the same library multiplies.
+in bf16, transposed if that makes A smaller. The coefficients of the quintic maximize the slope at
+zero, so five steps lift small singular values quickly but leave all between about 0.7 and 1.2
+instead of exactly at 1. Operations and their order match torch.optim.Muon: the bits are the same if
+the same library multiplies.
 
-Both collectives run over all ranks. With tensor parallelism, a rank holds some rows (of queries, keys or values; of
-gate or up) or some columns of a matrix, and several ranks may hold the same elements (shared key/value heads). A matrix
-is assembled from the parts of its group, and its result goes to all holders; without, it is orthogonalized in place.
+Both collectives run over all ranks. With tensor parallelism, a rank holds some rows (of queries,
+keys or values; of gate or up) or some columns of a matrix, and several ranks may hold the same
+elements (shared key/value heads). A matrix is assembled from the parts of its group, and its result
+goes to all holders; without, it is orthogonalized in place.
 
-A round has as many stages as there are buffers. Its gathers start together, its matrices are distributed over all
-ranks, and its reductions overlap with orthogonalization. Linear maps stored in one weight (queries, keys and values;
-the two halves of a gated MLP) are orthogonalized and scaled separately (`ParameterSpec.matrix_rows`).
+A round has as many stages as there are buffers. Its gathers start together, its matrices are
+distributed over all ranks, and its reductions overlap with orthogonalization. Linear maps stored in
+one weight (queries, keys and values; the two halves of a gated MLP) are orthogonalized and scaled
+separately (`ParameterSpec.matrix_rows`).
 
-Equal gradients give equal results in every layout, to the bit. The number of ranks changes the last bit of gradient
-sums, which rounding to bf16 amplifies.
+Equal gradients give equal results in every layout, to the bit. The number of ranks changes the last
+bit of gradient sums, which rounding to bf16 amplifies.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return the bf16 matrix (m, n) orthogonalized in `steps` steps, in new memory; zeros stay zeros.
+    """Return the bf16 matrix (m, n) orthogonalized in `steps` steps, in new memory; zeros stay
+    zeros.
 
     Temporaries: two matrices of this size and two square ones of the smaller dimension.
     """
@@ -67,7 +71,9 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(steps):
         gram = product(x, x)
-        x = scaled_product(x, scaled_product(gram, gram, gram, beta=b, alpha=c), x, beta=a, alpha=1.0)
+        x = scaled_product(
+            x, scaled_product(gram, gram, gram, beta=b, alpha=c), x, beta=a, alpha=1.0
+        )
     return x.t() if is_tall else x
 
 
@@ -78,13 +84,16 @@ def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank order."""
+    """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank
+    order."""
 
     rows: int
     columns: int
     lr_scale: float
     weight_decay: bool
-    tiles: tuple[tuple[int, Tile], ...] = ()  # (rank, tile of the matrix with its offset in the trainable range)
+    tiles: tuple[
+        tuple[int, Tile], ...
+    ] = ()  # (rank, tile of the matrix with its offset in the trainable range)
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
@@ -96,19 +105,27 @@ def matrices_of(stage: Stage) -> list[Matrix]:
         for rows in spec.matrix_rows:
             matrix = Tile.run(first * spec.shape[1], rows * spec.shape[1])
             tiles = [
-                (rank, shared.wanted._replace(offset=slot.offset + shared.saved.first, holders=held.holders))
+                (
+                    rank,
+                    shared.wanted._replace(
+                        offset=slot.offset + shared.saved.first, holders=held.holders
+                    ),
+                )
                 for rank in range(spec.split.ranks)
                 for held in spec.on(rank).tiles
                 for shared in overlaps(matrix, held)
             ]
-            matrices.append(Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(tiles)))
+            matrices.append(
+                Matrix(rows, spec.shape[1], spec.lr_scale, spec.weight_decay, tuple(tiles))
+            )
             first += rows
         assert not spec.matrix_rows or first == spec.shape[0], spec
     return matrices
 
 
 class GatheredMatrix:
-    """A matrix in the gathered shards of all ranks, where those of a tensor-parallel group are neighbours."""
+    """A matrix in the gathered shards of all ranks, where those of a tensor-parallel group are
+    neighbours."""
 
     def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
         self._shape, self._full = (matrix.rows, matrix.columns), full
@@ -121,7 +138,9 @@ class GatheredMatrix:
             for shard in range(tile.offset // numel, -(-tile.end // numel)):
                 moved = (layout.holder(shard) * ranks + rank - shard) * numel
                 parts = tile.cut(shard * numel, (shard + 1) * numel)
-                self.tiles += (found := [part._replace(offset=part.offset + moved) for part in parts])
+                self.tiles += (
+                    found := [part._replace(offset=part.offset + moved) for part in parts]
+                )
                 self._firsts += found if tile.holders[0] == rank else []
 
     def read(self) -> Tensor:
@@ -144,7 +163,8 @@ class GatheredMatrix:
 
 
 def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
-    """Assign each matrix of a round to a rank: largest first, each to the rank with the least work."""
+    """Assign each matrix of a round to a rank: largest first, each to the rank with the least
+    work."""
     ranks, load = [0] * len(matrices), [0] * world_size
     work = [orthogonalize_flops(matrix.rows, matrix.columns, 1) for matrix in matrices]
     for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
@@ -161,7 +181,8 @@ def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
 
 
 def describe(stages: Sequence[Stage]) -> str:
-    """Return a log line: the weights that Muon updates, and the number of ranks that share the work.
+    """Return a log line: the weights that Muon updates, and the number of ranks that share the
+    work.
 
     stages: of all pipeline ranks.
     """
@@ -191,7 +212,12 @@ class _Plan:
     """The work for a stage, fixed over the run."""
 
     def __init__(
-        self, stage: Stage, matrices: Sequence[Matrix], ranks: Sequence[int], distributed: Distributed, style: str
+        self,
+        stage: Stage,
+        matrices: Sequence[Matrix],
+        ranks: Sequence[int],
+        distributed: Distributed,
+        style: str,
     ) -> None:
         assert stage.update_buffer is not None and stage.trainable is not None
         self.stage = stage
@@ -201,9 +227,12 @@ class _Plan:
         rank, numel = distributed.layers.rank, layout.shard_numel
         self.own = full[rank * numel : (rank + 1) * numel]
         low = layout.start(distributed.data.rank)
-        # Matrices come last: every element from the first matrix on belongs to a matrix or is padding.
+        # Matrices come last: every element from the first matrix on belongs to a matrix or is
+        # padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
-        mine = [matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank]
+        mine = [
+            matrix for matrix, assigned in zip(matrices, ranks, strict=True) if assigned == rank
+        ]
         self.mine = [GatheredMatrix(matrix, full, layout) for matrix in mine]
         places = sorted((tile.offset, tile.end) for matrix in self.mine for tile in matrix.tiles)
         borders = [0, *itertools.chain.from_iterable(places), full.numel()]
@@ -221,10 +250,16 @@ class _Plan:
 class Muon(AdamW):
     """Muon for matrices, AdamW for all other parameters."""
 
-    declared = OptimizerState((Moment("exp_avg"), Moment("exp_avg_sq", of_matrices=False)), whole_matrices=True)
+    declared = OptimizerState(
+        (Moment("exp_avg"), Moment("exp_avg_sq", of_matrices=False)), whole_matrices=True
+    )
 
     def __init__(
-        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+        self,
+        config: OptimizerConfig,
+        trained: Sequence[Trained],
+        distributed: Distributed,
+        kernels: Kernels,
     ) -> None:
         super().__init__(config, trained, distributed, kernels)
         self._config = config
@@ -239,7 +274,9 @@ class Muon(AdamW):
                     for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
                 ]
             )
-        self._places = {plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans}
+        self._places = {
+            plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans
+        }
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
         """See `Rule`. Start gathering the first round."""
@@ -277,7 +314,8 @@ class Muon(AdamW):
             plan.stage.gather_update()
 
     def _orthogonalize(self, plans: Sequence[_Plan]) -> None:
-        """Orthogonalize this rank's matrices of a round and start returning every rank its shard of the results."""
+        """Orthogonalize this rank's matrices of a round and start returning every rank its shard of
+        the results."""
         for plan in plans:
             plan.buffer.wait()
             for matrix in plan.mine:

@@ -26,7 +26,11 @@ class Rule:
     declared: OptimizerState  # allocated by `zero`
 
     def __init__(
-        self, config: OptimizerConfig, trained: Sequence[Trained], distributed: Distributed, kernels: Kernels
+        self,
+        config: OptimizerConfig,
+        trained: Sequence[Trained],
+        distributed: Distributed,
+        kernels: Kernels,
     ) -> None:
         raise NotImplementedError
 
@@ -49,18 +53,26 @@ class Rule:
         """Restore `state`; an empty one restarts."""
 
 
-def ranges_of(part: FlatShard, distributed: Distributed, counted: bool = False, separate: bool = False) -> Ranges:
-    """Return the ranges of this rank's shard with the same update rule, without the matrices that Muon updates.
+def ranges_of(
+    part: FlatShard, distributed: Distributed, counted: bool = False, separate: bool = False
+) -> Ranges:
+    """Return the ranges of this rank's shard with the same update rule, without the matrices that
+    Muon updates.
 
-    counted: also cut where elements start or stop counting on this rank. separate: one range per parameter.
+    counted: also cut where elements start or stop counting on this rank. separate: one range per
+    parameter.
     """
     rows: list[Range] = []
     for row in part.layout.update_ranges(distributed.data.rank, separate):
         if row.is_matrix and part.whole_matrices:
             continue
-        segments = part.replicas.segments if counted and part.replicas else [(row.start, row.end, True)]
+        segments = (
+            part.replicas.segments if counted and part.replicas else [(row.start, row.end, True)]
+        )
         for start, end, counts in segments:
             start, end = max(start, row.start), min(end, row.end)
             if start < end:
-                rows.append(Range(start, end, row.lr_scale, float(row.weight_decay), row.slot, counts))
+                rows.append(
+                    Range(start, end, row.lr_scale, float(row.weight_decay), row.slot, counts)
+                )
     return Ranges(rows, distributed.device)

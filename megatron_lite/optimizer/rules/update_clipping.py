@@ -1,9 +1,11 @@
-"""Clipping of updates: each parameter's by its root mean square, or all of them by their global norm.
+"""Clipping of updates: each parameter's by its root mean square, or all of them by their global
+norm.
 
-Both use sums of squares of u, the update before the learning rate, including weight decay, over the ranges of each
-rank's shards (see `kernels/adamw.py`). One collective joins the ranges of all stages, another one sums over the ranks
-with the same layers, so every rank has the same factors, and P changes no bit. Replicated elements count once. The
-rules are Levanter's: config.py (update_rms_clipping) and clip_update_norm.py.
+Both use sums of squares of u, the update before the learning rate, including weight decay, over the
+ranges of each rank's shards (see `kernels/adamw.py`). One collective joins the ranges of all
+stages, another one sums over the ranks with the same layers, so every rank has the same factors,
+and P changes no bit. Replicated elements count once. The rules are Levanter's: config.py
+(update_rms_clipping) and clip_update_norm.py.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from megatron_lite.optimizer.rules.rule import Trained
 class UpdateClipping:
     """Base class: statistics for the log and checkpoints."""
 
-    def __init__(self, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed) -> None:
-        """trained: all stages. ranges: of each one's shard on this data and tensor-parallel rank."""
+    def __init__(
+        self, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
+    ) -> None:
+        """trained: all stages. ranges: of each one's shard on this data and tensor-parallel
+        rank."""
         self._distributed = distributed
         shards = zip(trained, ranges, strict=True)
         rows = [(row, part.has_memory) for (_, part), some in shards for row in some.rows]
@@ -33,8 +38,12 @@ class UpdateClipping:
         self._num_rows = len(rows)
         self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
         self._mine = torch.tensor(own, dtype=torch.int64, device=distributed.device)
-        self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)  # of the last u, before clipping
-        self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)  # updates, since training began
+        self._norm = torch.zeros(
+            (), dtype=torch.float64, device=distributed.device
+        )  # of the last u, before clipping
+        self._clipped = torch.zeros(
+            (), dtype=torch.int64, device=distributed.device
+        )  # updates, since training began
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """Return a factor for each range of each shard of this rank, (ranges,) fp32.
@@ -57,7 +66,8 @@ class UpdateClipping:
         self._norm.fill_(state.get("norm", 0.0))
 
     def _all(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sums of the model's ranges that count on this data and tensor-parallel rank, in order."""
+        """Return the sums of the model's ranges that count on this data and tensor-parallel rank,
+        in order."""
         every = torch.zeros(self._num_rows, dtype=torch.float64, device=self._mine.device)
         if sums:
             every[self._mine] = torch.cat(list(sums))
@@ -69,13 +79,18 @@ class UpdateClipping:
 
 
 class RmsClipping(UpdateClipping):
-    """u / max(1, RMS(u) / limit) for each parameter, with the root mean square over its elements on all ranks.
+    """u / max(1, RMS(u) / limit) for each parameter, with the root mean square over its elements on
+    all ranks.
 
     Needs one range per parameter.
     """
 
     def __init__(
-        self, limit: float, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
+        self,
+        limit: float,
+        trained: Sequence[Trained],
+        ranges: Collection[Ranges],
+        distributed: Distributed,
     ) -> None:
         super().__init__(trained, ranges, distributed)
         self._limit = limit
@@ -101,18 +116,25 @@ class RmsClipping(UpdateClipping):
 class NormClipping(UpdateClipping):
     """Scales all u so that their global norm is at most mean + sigma * std of recent norms.
 
-    The history holds norms before clipping, so that clipping does not reinforce itself, without dropped updates.
+    The history holds norms before clipping, so that clipping does not reinforce itself, without
+    dropped updates.
     """
 
     def __init__(
-        self, usual: RollingStatistics, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
+        self,
+        usual: RollingStatistics,
+        trained: Sequence[Trained],
+        ranges: Collection[Ranges],
+        distributed: Distributed,
     ) -> None:
         super().__init__(trained, ranges, distributed)
         self._usual = usual
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """See `UpdateClipping`."""
-        norm = self._distributed.layers.sum_in_rank_order(self._all(sums).sum(0, keepdim=True)).sqrt_()
+        norm = self._distributed.layers.sum_in_rank_order(
+            self._all(sums).sum(0, keepdim=True)
+        ).sqrt_()
         limit = self._usual.threshold()
         factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0).float()
         self._usual.add(norm, ((skipped == 0) & norm.isfinite()).squeeze())

@@ -4,9 +4,10 @@
     python -m scripts.benchmarks.cpu --isa=avx2 --only="steps*" --max_others=0.05
     python -m scripts.benchmarks.cpu.render
 
-Runs scripts.benchmarks.programs and scripts.benchmarks.training once per question and instruction set. The file is
-rewritten after every run; a later call replaces only the runs that it repeats. Failed runs are listed at the end, with
-exit code 1. `render` puts the tables into docs/benchmarks.md. Linux only. Run from the checkout.
+Runs scripts.benchmarks.programs and scripts.benchmarks.training once per question and instruction
+set. The file is rewritten after every run; a later call replaces only the runs that it repeats.
+Failed runs are listed at the end, with exit code 1. `render` puts the tables into
+docs/benchmarks.md. Linux only. Run from the checkout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.processor import ISAS
-from scripts.benchmarks.results import ROOT, TORCHRUN, Result, argument_parser, matching, read_json, write_json
+from scripts.benchmarks.results import (
+    ROOT,
+    TORCHRUN,
+    Result,
+    argument_parser,
+    matching,
+    read_json,
+    write_json,
+)
 
 REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
@@ -41,7 +50,9 @@ GPT2, LLAMA = "gpt2-11m", "llama-39m"
 PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
 _HYBRID = "ZeRO-2,ZeRO-3,FSDP2,FSDP2 all resharded,FSDP2 no reshard"
-_TWO_RANKS = "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,HF DDP,HF DDP compiled"
+_TWO_RANKS = (
+    "DDP,DDP compiled,ZeRO-?,FSDP2,FSDP2 all resharded,FSDP2 compiled,HF DDP,HF DDP compiled"
+)
 
 
 @dataclass(frozen=True)
@@ -66,14 +77,25 @@ class Run:
     def arguments(self, isa: str = "all") -> list[str]:
         """Return the arguments of the benchmark, except paths.
 
-        With AVX2 only, steps have no compiled rows: torch's compiler still vectorizes for all instruction sets of the
-        processor, and its kernels abort the process.
+        With AVX2 only, steps have no compiled rows: torch's compiler still vectorizes for all
+        instruction sets of the processor, and its kernels abort the process.
         """
         words = [f"--model={self.model}"]
         if self.kind == "programs":
-            words += ["--steps_per_turn=10"] if self.model == LLAMA else []  # steps take about a second
-            return [*words, *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[self.place]]
-        words += ["--device=cpu", "--micro_batch_size=2", f"--threads={0 if self.place == CORES else 1}"]
+            words += (
+                ["--steps_per_turn=10"] if self.model == LLAMA else []
+            )  # steps take about a second
+            return [
+                *words,
+                *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[
+                    self.place
+                ],
+            ]
+        words += [
+            "--device=cpu",
+            "--micro_batch_size=2",
+            f"--threads={0 if self.place == CORES else 1}",
+        ]
         if self.place == TENSOR:
             return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
         if self.place == PIPELINE:
@@ -84,7 +106,12 @@ class Run:
             return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
         rows = (_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS).split(",")
         only = [name for name in rows if isa == "all" or "compiled" not in name]
-        return [*words, "--steps_per_turn=4", *(["--profile"] if self.ranks == 1 else []), f"--only={','.join(only)}"]
+        return [
+            *words,
+            "--steps_per_turn=4",
+            *(["--profile"] if self.ranks == 1 else []),
+            f"--only={','.join(only)}",
+        ]
 
     def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
         """Return the command with local paths."""
@@ -92,7 +119,11 @@ class Run:
         if options.max_others is not None:
             words.append(f"--max_others={options.max_others:g}")
         if self.kind == "programs":
-            folders = {"nanogpt": options.nanogpt, "picotron": options.picotron, "python": options.python}
+            folders = {
+                "nanogpt": options.nanogpt,
+                "picotron": options.picotron,
+                "python": options.python,
+            }
             words += [f"--{name}={value}" for name, value in folders.items() if value is not None]
             return [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--isa={isa}"]
         launcher = [sys.executable, *TORCHRUN, f"--nproc-per-node={self.ranks}"]
@@ -115,10 +146,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     isas = partial(matching, ISAS, "instruction set")
     runs = partial(matching, [run.name for run in RUNS], "run")
-    parser.add_argument("--isa", type=isas, default="*", help=f"comma-separated: {', '.join(ISAS)} (default: both)")
-    parser.add_argument("--only", type=runs, default="*", help="comma-separated runs; * and ? are wildcards")
+    parser.add_argument(
+        "--isa", type=isas, default="*", help=f"comma-separated: {', '.join(ISAS)} (default: both)"
+    )
+    parser.add_argument(
+        "--only", type=runs, default="*", help="comma-separated runs; * and ? are wildcards"
+    )
     parser.add_argument("--turns", type=int, default=6, help="rounds of every run (default 6)")
-    parser.add_argument("--max_others", type=float, help="count only turns with less of the cores taken by others")
+    parser.add_argument(
+        "--max_others", type=float, help="count only turns with less of the cores taken by others"
+    )
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--picotron", type=Path, help="a checkout of picotron")
     parser.add_argument("--python", help="the interpreter of the other programs; default: this one")
@@ -151,7 +188,10 @@ def measure(run: Run, isa: str, options: argparse.Namespace) -> Result | None:
     with tempfile.TemporaryDirectory(prefix="cpu_report_") as folder:
         output = Path(folder, "result.json")
         subprocess.run(
-            run.command(options, isa, output), cwd=ROOT, env={**os.environ, **ISAS[isa]}, stdout=subprocess.DEVNULL
+            run.command(options, isa, output),
+            cwd=ROOT,
+            env={**os.environ, **ISAS[isa]},
+            stdout=subprocess.DEVNULL,
         )
         return read_json(output)
 

@@ -1,4 +1,5 @@
-"""Put a CPU report into docs/benchmarks.md, between `<!-- table: NAME -->` and `<!-- end -->` of each table.
+"""Put a CPU report into docs/benchmarks.md, between `<!-- table: NAME -->` and `<!-- end -->` of
+each table.
 
 python -m scripts.benchmarks.cpu.render                       docs/cpu_report.json
 python -m scripts.benchmarks.cpu.render --report=other.json   another report of scripts.benchmarks.cpu
@@ -28,7 +29,17 @@ from scripts.benchmarks.cpu.__main__ import (
     Run,
 )
 from scripts.benchmarks.results import MIB, Result, Rows, compared_with
-from scripts.benchmarks.tables import NOT_MEASURED, Column, Goal, compared, number, over, render, spread, surroundings
+from scripts.benchmarks.tables import (
+    NOT_MEASURED,
+    Column,
+    Goal,
+    compared,
+    number,
+    over,
+    render,
+    spread,
+    surroundings,
+)
 from scripts.benchmarks.training.report import profile_table
 from scripts.docs.tables import markdown_table
 
@@ -39,14 +50,27 @@ MODELS = {GPT2: "GPT-2 11M", LLAMA: "Llama 39M"}
 PROFILED = ("torch", OURS)
 STEP = spread("step, ms", "step_s", 0, 1e3)
 PROGRAM_COLUMNS = (
-    Column("ours / it", lambda rows, name: "" if name.startswith(PROGRAM) else compared("").cell(rows, name)),
+    Column(
+        "ours / it",
+        lambda rows, name: "" if name.startswith(PROGRAM) else compared("").cell(rows, name),
+    ),
     STEP,
     number("peak, MiB", "peak_rss_bytes", ",.0f", 1 / MIB),
     number("first step, s", "start_s", ".1f"),
 )
-STEP_COLUMNS = (Column("ours / it", lambda rows, name: "" if name == OURS else over("", name).cell(rows, OURS)), STEP)
-WIRE = (number("sent, MiB", "wire_bytes", ".1f", 1 / MIB), number("counted, MiB", "wire_counted_bytes", ".1f", 1 / MIB))
-TENSOR_COLUMNS = (STEP, Column("ours / torch", lambda rows, name: over("", f"torch {name}").cell(rows, name)), *WIRE)
+STEP_COLUMNS = (
+    Column("ours / it", lambda rows, name: "" if name == OURS else over("", name).cell(rows, OURS)),
+    STEP,
+)
+WIRE = (
+    number("sent, MiB", "wire_bytes", ".1f", 1 / MIB),
+    number("counted, MiB", "wire_counted_bytes", ".1f", 1 / MIB),
+)
+TENSOR_COLUMNS = (
+    STEP,
+    Column("ours / torch", lambda rows, name: over("", f"torch {name}").cell(rows, name)),
+    *WIRE,
+)
 HYBRID_COLUMNS = (
     STEP,
     *(over(f"/ {name}", name) for name in ("FSDP2", "FSDP2 all resharded", "FSDP2 no reshard")),
@@ -77,7 +101,9 @@ class GoalLine(NamedTuple):
 
     def value(self, report: Report, model: str, isa: str) -> float | None:
         """Return the measured value, or None."""
-        rows: Rows = report.get(f"{self.kind} {model} {self.place}", {}).get(isa, {}).get("rows", {})
+        rows: Rows = (
+            report.get(f"{self.kind} {model} {self.place}", {}).get(isa, {}).get("rows", {})
+        )
         if self.goal.figure == MEMORY:
             return _memory(rows)
         if self.kind == "programs" and self.goal.figure.startswith("/ "):
@@ -98,7 +124,12 @@ def _compared(
 ) -> Iterator[GoalLine]:
     ours = PROGRAM if kind == "programs" else OURS
     for peer in peers:
-        yield GoalLine(f"{title}: {kind.removesuffix('s')} / {peer}", kind, place, Goal(ours, f"/ {peer}", *limits))
+        yield GoalLine(
+            f"{title}: {kind.removesuffix('s')} / {peer}",
+            kind,
+            place,
+            Goal(ours, f"/ {peer}", *limits),
+        )
 
 
 _SHARE = "share of a step that is matrix products"
@@ -112,34 +143,75 @@ LINES = (
     GoalLine(f"{_THREAD}: {_SHARE}", "steps", THREAD, _PRODUCTS),
     *_compared("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
     *_compared("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
-    GoalLine(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)),
-    GoalLine(f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)),
+    GoalLine(
+        f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)
+    ),
+    GoalLine(
+        f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)
+    ),
     GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
-    GoalLine("tensor and sequence parallelism: step / torch", "steps", TENSOR, Goal("TP+SP", "/ torch TP+SP", 0.80)),
+    GoalLine(
+        "tensor and sequence parallelism: step / torch",
+        "steps",
+        TENSOR,
+        Goal("TP+SP", "/ torch TP+SP", 0.80),
+    ),
     *(
-        GoalLine(f"pipeline, {name}: step / torch", "steps", PIPELINE, Goal(name, f"/ torch {name}", 0.85))
+        GoalLine(
+            f"pipeline, {name}: step / torch",
+            "steps",
+            PIPELINE,
+            Goal(name, f"/ torch {name}", 0.85),
+        )
         for name in PIPELINE_SCHEDULES
     ),
     *(
-        GoalLine(f"hybrid shards: step of {ours} / {peer}", "steps", HYBRID, Goal(ours, f"/ {peer}", 0.7))
-        for ours, peer in (("ZeRO-2", "FSDP2 no reshard"), ("ZeRO-3", "FSDP2"), ("ZeRO-3", "FSDP2 all resharded"))
+        GoalLine(
+            f"hybrid shards: step of {ours} / {peer}", "steps", HYBRID, Goal(ours, f"/ {peer}", 0.7)
+        )
+        for ours, peer in (
+            ("ZeRO-2", "FSDP2 no reshard"),
+            ("ZeRO-3", "FSDP2"),
+            ("ZeRO-3", "FSDP2 all resharded"),
+        )
     ),
-    GoalLine("bf16 without instructions for it: step / fp32", "steps", BF16, Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0)),
-    GoalLine(f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)),
-    GoalLine(f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)),
-    GoalLine(f"{_CORES}: peak memory / smallest peer's", "programs", CORES, Goal(PROGRAM, MEMORY, 1.0)),
-    GoalLine(f"{_RANKS}: peak memory / smallest peer's", "programs", RANKS, Goal(PROGRAM, MEMORY, 1.0)),
+    GoalLine(
+        "bf16 without instructions for it: step / fp32",
+        "steps",
+        BF16,
+        Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0),
+    ),
+    GoalLine(
+        f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)
+    ),
+    GoalLine(
+        f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)
+    ),
+    GoalLine(
+        f"{_CORES}: peak memory / smallest peer's", "programs", CORES, Goal(PROGRAM, MEMORY, 1.0)
+    ),
+    GoalLine(
+        f"{_RANKS}: peak memory / smallest peer's", "programs", RANKS, Goal(PROGRAM, MEMORY, 1.0)
+    ),
 )
 
 
 def goals(report: Report) -> list[str]:
-    """Return the table of goals, with a column per model and instruction set; a missed goal is bold."""
-    header = ("", "goal", "moonshot", *(f"{model}, {title}" for model in MODELS.values() for title in TITLES.values()))
+    """Return the table of goals, with a column per model and instruction set; a missed goal is
+    bold."""
+    header = (
+        "",
+        "goal",
+        "moonshot",
+        *(f"{model}, {title}" for model in MODELS.values() for title in TITLES.values()),
+    )
     lines = []
     for line in LINES:
         goal, cells = line.goal, []
         for value in (line.value(report, model, isa) for model in MODELS for isa in TITLES):
-            cells.append("" if value is None else f"{value:.2f}" if goal.met(value) else f"**{value:.2f}**")
+            cells.append(
+                "" if value is None else f"{value:.2f}" if goal.met(value) else f"**{value:.2f}**"
+            )
         moonshot = "" if goal.moonshot is None else f"{goal.moonshot:.2f}"
         lines.append([line.title, f"{goal.goal:.2f}", moonshot, *cells])
     return markdown_table(header, lines)
@@ -159,8 +231,11 @@ def side_by_side(report: Report, kind: str, place: str, columns: Sequence[Column
     return [*markdown_table(header, lines), "", *below] if lines else [NOT_MEASURED]
 
 
-def alone(report: Report, place: str, columns: Sequence[Column], shown: Mapping[str, str] | None = None) -> list[str]:
-    """Return the table of a place with a single run. shown: rows with the first cells of their lines (default: all)."""
+def alone(
+    report: Report, place: str, columns: Sequence[Column], shown: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the table of a place with a single run. shown: rows with the first cells of their
+    lines (default: all)."""
     run = next(run for run in RUNS if run.place == place)
     lines = [
         [first, *(column.cell(result["rows"], name) for column in columns)]
@@ -172,11 +247,14 @@ def alone(report: Report, place: str, columns: Sequence[Column], shown: Mapping[
 
 
 def profiles(report: Report) -> list[str]:
-    """Return a table per single-process profile: ms per step by kind of operation, ours and plain torch's."""
+    """Return a table per single-process profile: ms per step by kind of operation, ours and plain
+    torch's."""
     lines: list[str] = []
     for run in RUNS:
         for isa, result in report.get(run.name, {}).items() if run.place in (CORES, THREAD) else ():
-            table = profile_table({name: row for name, row in result["rows"].items() if name in PROFILED})
+            table = profile_table(
+                {name: row for name, row in result["rows"].items() if name in PROFILED}
+            )
             if table:
                 lines += [f"{MODELS[run.model]}, {run.place}, {TITLES[isa]}:", "", *table, ""]
     return lines[:-1] or [NOT_MEASURED]
@@ -187,7 +265,10 @@ def _cells(result: Result, name: str, columns: Sequence[Column]) -> list[str]:
     if name not in rows:
         return [""] * len(columns)
     if rows[name]["step_s"] is None:
-        return ["failed" if name in result["failures"] else NOT_MEASURED, *[""] * (len(columns) - 1)]
+        return [
+            "failed" if name in result["failures"] else NOT_MEASURED,
+            *[""] * (len(columns) - 1),
+        ]
     return [column.cell(rows, name) for column in columns]
 
 
@@ -195,7 +276,11 @@ def _below(run: Run, report: Report) -> Iterator[str]:
     """Yield the machine, versions and date of each result, and the contestants that did not run."""
     for isa, result in report.get(run.name, {}).items():
         yield f"- {MODELS[run.model]}, {TITLES[isa]}: {surroundings(result['environment'])}."
-        missing = [f"{name} ({reason})" for name, reason in result["missing"].items() if name != "torchtitan"]
+        missing = [
+            f"{name} ({reason})"
+            for name, reason in result["missing"].items()
+            if name != "torchtitan"
+        ]
         if missing:
             yield f"  Not run: {'; '.join(missing)}."
 
@@ -208,7 +293,9 @@ TABLES: dict[str, Callable[[Report], list[str]]] = {
     "tensor_parallel": partial(alone, place=TENSOR, columns=TENSOR_COLUMNS),
     "pipelines": partial(alone, place=PIPELINE, columns=TENSOR_COLUMNS),
     "hybrid_shards": partial(alone, place=HYBRID, columns=HYBRID_COLUMNS),
-    "bf16_without_instructions": partial(alone, place=BF16, columns=BF16_COLUMNS, shown={OURS: MODELS[GPT2]}),
+    "bf16_without_instructions": partial(
+        alone, place=BF16, columns=BF16_COLUMNS, shown={OURS: MODELS[GPT2]}
+    ),
     **{
         f"{kind}_{name}": partial(side_by_side, kind=kind, place=place, columns=columns)
         for kind, columns in (("programs", PROGRAM_COLUMNS), ("steps", STEP_COLUMNS))

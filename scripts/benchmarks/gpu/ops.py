@@ -1,15 +1,17 @@
-"""Time the operations of megatron_lite/kernels on a GPU and compare them with the ceilings of the device.
+"""Time the operations of megatron_lite/kernels on a GPU and compare them with the ceilings of the
+device.
 
     python -m scripts.benchmarks.gpu.ops --output=FILE               all operations; --only=rms_norm,adamw: some
     python -m scripts.benchmarks.gpu.ops --ceilings --output=FILE    copy bandwidth and matrix product only
     python -m scripts.benchmarks.gpu.ops --describe                  the device, as one line of JSON
 
-Times each variant of an operation (Triton, the torch reference, the compiled reference). Its bandwidth, with each input
-and output byte counted once, is compared with a large copy and a copy of equal size; its FLOP/s with a large matrix
-product. Each call is timed by a pair of CUDA events. Before each call a buffer larger than the L2 cache is written, so
-that the cache is as cold as in a training step, and the device sleeps briefly, so that the host has queued the whole
-call before it starts. The file is written before and after every operation. Operations already in the file are skipped,
-so that a restart after a crash continues with the next one.
+Times each variant of an operation (Triton, the torch reference, the compiled reference). Its
+bandwidth, with each input and output byte counted once, is compared with a large copy and a copy of
+equal size; its FLOP/s with a large matrix product. Each call is timed by a pair of CUDA events.
+Before each call a buffer larger than the L2 cache is written, so that the cache is as cold as in a
+training step, and the device sleeps briefly, so that the host has queued the whole call before it
+starts. The file is written before and after every operation. Operations already in the file are
+skipped, so that a restart after a crash continues with the next one.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ def ceilings(clock: Clock) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Return the device, and the driver and library versions; without a device only why it is `missing`."""
+    """Return the device, and the driver and library versions; without a device only why it is
+    `missing`."""
     if not torch.cuda.is_available():
         return {"missing": f"torch {torch.__version__} finds no CUDA device"}
     device = torch.cuda.get_device_properties(0)
@@ -133,7 +136,13 @@ def describe() -> dict[str, Any]:
 
 
 # After one of these errors the process can no longer use the device.
-FATAL = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "launch failure")
+FATAL = (
+    "CUDA error",
+    "device-side assert",
+    "illegal memory access",
+    "misaligned address",
+    "launch failure",
+)
 RESTART = 3  # exit code that requests a new process
 
 
@@ -145,7 +154,9 @@ def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> d
         # `pop` frees the tensors of each call right after its measurement.
         variants[name] = measure_variant(calls.pop(name), op, shape, clock, copy_bytes_per_s)
     return {
-        "status": "ok" if all("failed" not in variant for variant in variants.values()) else "failed",
+        "status": "ok"
+        if all("failed" not in variant for variant in variants.values())
+        else "failed",
         "shape": op.describe(shape),
         "memory_bound": op.memory_bound,
         "bytes": op.bytes(shape),
@@ -165,7 +176,9 @@ def measure_variant(
         call()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        ms = {name: value for name, value in clock.ms(call).items() if name != "values"}  # of up to 100 calls
+        ms = {
+            name: value for name, value in clock.ms(call).items() if name != "values"
+        }  # of up to 100 calls
     except Exception as error:
         if any(word in str(error) for word in FATAL):
             raise
@@ -186,7 +199,10 @@ def run(ops: Sequence[Op], output: Path) -> int:
     result: Result = read_json(output) or {"ops": {}}
     for entry in result["ops"].values():
         if entry["status"] == "started":
-            entry.update(status="failed", variants={"": {"failed": "the process ended during this operation"}})
+            entry.update(
+                status="failed",
+                variants={"": {"failed": "the process ended during this operation"}},
+            )
     clock = Clock()
     if "ceilings" not in result:
         result["ceilings"] = ceilings(clock)
@@ -212,10 +228,16 @@ def run(ops: Sequence[Op], output: Path) -> int:
 def main(argv: Sequence[str]) -> int:
     """Measure and write, or describe the device; return the exit code."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--describe", action="store_true", help="print the device and versions, and exit")
-    parser.add_argument("--ceilings", action="store_true", help="measure only the ceilings of the device")
+    parser.add_argument(
+        "--describe", action="store_true", help="print the device and versions, and exit"
+    )
+    parser.add_argument(
+        "--ceilings", action="store_true", help="measure only the ceilings of the device"
+    )
     choices = partial(matching, [op.name for op in OPS], "operation")
-    parser.add_argument("--only", type=choices, default="", help="comma-separated operations; * and ? are wildcards")
+    parser.add_argument(
+        "--only", type=choices, default="", help="comma-separated operations; * and ? are wildcards"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.describe:

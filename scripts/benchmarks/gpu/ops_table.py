@@ -1,8 +1,9 @@
 """The timed GPU operations: their inputs, calls, and minimum bytes to move.
 
-Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the minimum: each input read once, each
-output written once, without row statistics and rotary tables. Inputs are random and rebuilt for every operation, on
-any device: tests run small shapes on a CPU and compile the kernels of the full shapes on the meta device.
+Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the minimum: each input
+read once, each output written once, without row statistics and rotary tables. Inputs are random and
+rebuilt for every operation, on any device: tests run small shapes on a CPU and compile the kernels
+of the full shapes on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from megatron_lite.kernels.gradient_norm import squared_norms
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
-from megatron_lite.kernels.normalization import Kind, Weights, add_norm, triton_backward, triton_forward
+from megatron_lite.kernels.normalization import (
+    Kind,
+    Weights,
+    add_norm,
+    triton_backward,
+    triton_forward,
+)
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.rotary import angle_table, wavelengths
 from megatron_lite.parameter import Parameter
@@ -38,7 +45,10 @@ RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
 # flash3 and flash4 only if installed; flex takes long to compile.
 FULL = ("cudnn", "flash3", "flash4", "flash", "varlen")
 WINDOWED = ("flash3", "flash4", "varlen", "flex")
-LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}  # names in torch.backends.cuda.preferred_blas_library
+LIBRARIES = {
+    "cuBLAS": "cublas",
+    "cuBLASLt": "cublaslt",
+}  # names in torch.backends.cuda.preferred_blas_library
 Call = Callable[[], Any]
 
 
@@ -132,16 +142,22 @@ def both(call: Callable[[bool], Any]) -> dict[str, Call]:
     return {"triton": lambda: call(True), "torch": lambda: call(False)}
 
 
-def both_backward(forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...], *grads: Tensor) -> dict[str, Call]:
+def both_backward(
+    forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...], *grads: Tensor
+) -> dict[str, Call]:
     """Return the backward passes with the Triton kernel and the reference."""
-    return {name: backward(forward(name == "triton"), inputs, grads) for name in ("triton", "torch")}
+    return {
+        name: backward(forward(name == "triton"), inputs, grads) for name in ("triton", "torch")
+    }
 
 
-# -- norms -----------------------------------------------------------------------------------------------------------
+# -- norms
+# -----------------------------------------------------------------------------------------------------------
 
 
 def make_norm(shape: Shape, kind: Kind, with_backward: bool) -> dict[str, Call]:
-    """rms_norm(x), or layer_norm(x) with a bias; with_backward: dx and the gradients of the parameters instead."""
+    """rms_norm(x), or layer_norm(x) with a bias; with_backward: dx and the gradients of the
+    parameters instead."""
     x, weight = shape.input(shape.tokens, shape.hidden), shape.parameter(shape.hidden)
     bias = shape.parameter(shape.hidden) if kind.centered else None
 
@@ -174,12 +190,26 @@ def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
         statistics = triton_forward(hidden, None, hidden, weights, RMS, torch.empty_like(hidden))
 
     def with_warps(count: int) -> None:
-        triton_backward(grads[1], dsum, hidden, statistics, weights, RMS, dx.detach(), warps_per_multiprocessor=count)
+        triton_backward(
+            grads[1],
+            dsum,
+            hidden,
+            statistics,
+            weights,
+            RMS,
+            dx.detach(),
+            warps_per_multiprocessor=count,
+        )
 
     # The sum overwrites the branch, so each variant gets its own copy.
     return both_backward(
-        lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton), (hidden,), *grads
-    ) | {f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count) for count in (16, 32)}
+        lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton),
+        (hidden,),
+        *grads,
+    ) | {
+        f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count)
+        for count in (16, 32)
+    }
 
 
 def rows(count: int) -> Callable[[Shape], int]:
@@ -187,25 +217,33 @@ def rows(count: int) -> Callable[[Shape], int]:
     return lambda shape: count * shape.tokens * shape.hidden * shape.item
 
 
-# -- heads -----------------------------------------------------------------------------------------------------------
+# -- heads
+# -----------------------------------------------------------------------------------------------------------
 
 
 def make_rotary(shape: Shape) -> dict[str, Call]:
     """Rotate queries and keys in place; values stay unchanged."""
     projection = shape.random(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
     table = angle_table(1.0 / wavelengths(shape.head_size, 1e4, projection.device), shape.tokens)
-    return both(lambda triton: split_heads(projection, shape.heads, shape.groups, table, triton=triton))
+    return both(
+        lambda triton: split_heads(projection, shape.heads, shape.groups, table, triton=triton)
+    )
 
 
 def make_rotary_backward(shape: Shape) -> dict[str, Call]:
-    """Rotate the gradients of queries and keys back and join them with the values' in one tensor."""
+    """Rotate the gradients of queries and keys back and join them with the values' in one
+    tensor."""
     projection = shape.input(1, shape.tokens, (shape.heads + 2 * shape.groups) * shape.head_size)
     table = angle_table(1.0 / wavelengths(shape.head_size, 1e4, projection.device), shape.tokens)
     counts = (shape.heads, shape.groups, shape.groups)
-    grads = tuple(shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts)
+    grads = tuple(
+        shape.random(1, shape.tokens, count, shape.head_size).transpose(1, 2) for count in counts
+    )
 
     def split(triton: bool) -> Call:
-        fused = projection * 1  # a copy, because it is rotated in place; only its gradient is computed
+        fused = (
+            projection * 1
+        )  # a copy, because it is rotated in place; only its gradient is computed
         parts = split_heads(fused, shape.heads, shape.groups, table, triton=triton)
         return backward(parts, (fused,), grads)
 
@@ -237,10 +275,18 @@ def attention_flops(shape: Shape, window: int | None, factor: float = 1.0) -> in
     return int(factor * 4 * pairs * shape.heads * shape.head_size)
 
 
-def attention_op(name: str, window: int | None, backends: tuple[str, ...], with_backward: bool) -> Op:
-    """Return an attention operation; forward and backward together take 3.5 times the FLOPs of forward."""
+def attention_op(
+    name: str, window: int | None, backends: tuple[str, ...], with_backward: bool
+) -> Op:
+    """Return an attention operation; forward and backward together take 3.5 times the FLOPs of
+    forward."""
     make = partial(make_attention, window=window, backends=backends, with_backward=with_backward)
-    return Op(name, make, HEADS, flops=partial(attention_flops, window=window, factor=3.5 if with_backward else 1.0))
+    return Op(
+        name,
+        make,
+        HEADS,
+        flops=partial(attention_flops, window=window, factor=3.5 if with_backward else 1.0),
+    )
 
 
 def make_embedding(shape: Shape) -> dict[str, Call]:
@@ -258,10 +304,17 @@ def make_embedding_backward(shape: Shape) -> dict[str, Call]:
 
 def heads(queries: int, keys: int) -> Callable[[Shape], int]:
     """Return the bytes to read and write so many times the heads of queries and those of keys."""
-    return lambda shape: 2 * (queries * shape.heads + keys * shape.groups) * shape.head_size * shape.tokens * shape.item
+    return lambda shape: (
+        2
+        * (queries * shape.heads + keys * shape.groups)
+        * shape.head_size
+        * shape.tokens
+        * shape.item
+    )
 
 
-# -- the MLP ---------------------------------------------------------------------------------------------------------
+# -- the MLP
+# ---------------------------------------------------------------------------------------------------------
 
 
 def make_activation(shape: Shape) -> dict[str, Call]:
@@ -278,7 +331,8 @@ def make_activation(shape: Shape) -> dict[str, Call]:
 
 
 def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
-    """The gradient of gate and up, in place: the input of each call is the previous call's gradient.
+    """The gradient of gate and up, in place: the input of each call is the previous call's
+    gradient.
 
     again: also recompute the output.
     """
@@ -287,7 +341,8 @@ def make_activation_backward(shape: Shape, again: bool) -> dict[str, Call]:
 
 
 def make_weight_gradient(shape: Shape) -> dict[str, Call]:
-    """The weight gradient of half of the MLP's first linear layer, (f, t) (t, h), in fp32 and the training dtype."""
+    """The weight gradient of half of the MLP's first linear layer, (f, t) (t, h), in fp32 and the
+    training dtype."""
     weight, x = shape.parameter(shape.ffn, shape.hidden), shape.random(shape.tokens, shape.hidden)
     grad = shape.random(shape.tokens, shape.ffn)
 
@@ -304,7 +359,8 @@ def make_weight_gradient(shape: Shape) -> dict[str, Call]:
 
 
 def make_product(shape: Shape, backward: bool) -> dict[str, Call]:
-    """The MLP's first linear layer, (t, h) (h, 2 f), or the gradient of its input, (t, 2 f) (2 f, h)."""
+    """The MLP's first linear layer, (t, h) (h, 2 f), or the gradient of its input, (t, 2 f) (2 f,
+    h)."""
     weight = shape.random(2 * shape.ffn, shape.hidden)
     x, grad = shape.random(shape.tokens, shape.hidden), shape.random(shape.tokens, 2 * shape.ffn)
     return by_library("", lambda: product(grad, weight.t()) if backward else affine(x, weight))
@@ -312,11 +368,15 @@ def make_product(shape: Shape, backward: bool) -> dict[str, Call]:
 
 def by_library(name: str, call: Call) -> dict[str, Call]:
     """Return the call with each BLAS library that torch can prefer."""
-    return {f"{name}, {library}".removeprefix(", "): partial(through, library, call) for library in LIBRARIES}
+    return {
+        f"{name}, {library}".removeprefix(", "): partial(through, library, call)
+        for library in LIBRARIES
+    }
 
 
 def through(library: str, call: Call) -> Any:
-    """Make the call while torch prefers `library`; torch falls back if that library lacks the operation."""
+    """Make the call while torch prefers `library`; torch falls back if that library lacks the
+    operation."""
     switch = torch.backends.cuda.preferred_blas_library
     before = switch()
     switch(LIBRARIES[library])
@@ -336,7 +396,8 @@ def linear_flops(inner: str, outer: str, products: int) -> Callable[[Shape], int
     return lambda shape: 2 * products * shape.tokens * getattr(shape, inner) * getattr(shape, outer)
 
 
-# -- the loss --------------------------------------------------------------------------------------------------------
+# -- the loss
+# --------------------------------------------------------------------------------------------------------
 
 
 def make_cross_entropy(shape: Shape, vocab: str) -> dict[str, Call]:
@@ -350,7 +411,12 @@ def make_cross_entropy(shape: Shape, vocab: str) -> dict[str, Call]:
 def cross_entropy_op(vocab: str, size: str) -> Op:
     """Return the operation over a vocabulary, whose logits are read and overwritten."""
     moved = lambda shape: 2 * shape.tokens * getattr(shape, vocab) * shape.item  # noqa: E731
-    return Op(f"cross-entropy, {size}", partial(make_cross_entropy, vocab=vocab), f"{{tokens}} x {{{vocab}}}", moved)
+    return Op(
+        f"cross-entropy, {size}",
+        partial(make_cross_entropy, vocab=vocab),
+        f"{{tokens}} x {{{vocab}}}",
+        moved,
+    )
 
 
 def make_linear_cross_entropy(shape: Shape) -> dict[str, Call]:
@@ -366,17 +432,23 @@ def make_linear_cross_entropy(shape: Shape) -> dict[str, Call]:
             accumulate_product(weight, logits, hidden)
             torch.mm(logits, weight)
 
-    calls = both(lambda triton: linear_cross_entropy(hidden, weight, labels, scale, chunk, triton=triton))
+    calls = both(
+        lambda triton: linear_cross_entropy(hidden, weight, labels, scale, chunk, triton=triton)
+    )
     return calls | {"its three products": products}
 
 
-# -- the optimizer ---------------------------------------------------------------------------------------------------
+# -- the optimizer
+# ---------------------------------------------------------------------------------------------------
 
 
 def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
-    """Update one shard and write its weights in 16 bits in the same pass. split: of master weights in two halves."""
+    """Update one shard and write its weights in 16 bits in the same pass. split: of master weights
+    in two halves."""
     numel, device = shape.shard, torch.device(shape.device)
-    exp_avg, gradient, master = (shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3))
+    exp_avg, gradient, master = (
+        shape.random(numel, dtype=torch.float32, scale=1e-3) for _ in range(3)
+    )
     exp_avg_sq = shape.random(numel, dtype=torch.float32, scale=1e-3).square_()
     dtype = torch.bfloat16 if split else shape.dtype  # only masters of bf16 weights are split
     rounded = None if dtype == torch.float32 else torch.empty(numel, dtype=dtype, device=device)
@@ -385,8 +457,12 @@ def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
         weight_shard.split(master, rounded, remainder)
     weights = weight_shard.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
-    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT  # no weight decay beyond it
-    ranges = optimizer.Ranges([optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device)
+    border = (
+        numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT
+    )  # no weight decay beyond it
+    ranges = optimizer.Ranges(
+        [optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device
+    )
     one, none = torch.ones((), device=device), torch.zeros((), device=device)
     step = optimizer.StepNumbers(1e-4, 0.1, one, none, updates=3 * one)
     control = optimizer.Control(step, optimizer.Hyperparameters(0.9, 0.95, 1e-8))
@@ -424,8 +500,15 @@ OPS: tuple[Op, ...] = (
         gathers=True,
     ),
     Op("silu(gate) * up", make_activation, FFN, channels(3)),
-    Op("silu(gate) * up backward", partial(make_activation_backward, again=False), FFN, channels(5)),
-    Op("silu(gate) * up backward, output again", partial(make_activation_backward, again=True), FFN, channels(6)),
+    Op(
+        "silu(gate) * up backward", partial(make_activation_backward, again=False), FFN, channels(5)
+    ),
+    Op(
+        "silu(gate) * up backward, output again",
+        partial(make_activation_backward, again=True),
+        FFN,
+        channels(6),
+    ),
     cross_entropy_op("vocab", "32,000"),
     cross_entropy_op("large_vocab", "128,256"),
     Op(
@@ -434,20 +517,37 @@ OPS: tuple[Op, ...] = (
         "{tokens} x {hidden} x {large_vocab}",
         flops=linear_flops("hidden", "large_vocab", 3),
     ),
-    Op("MLP up product", partial(make_product, backward=False), "{tokens} x {hidden} x 2 {ffn}", flops=UP),
+    Op(
+        "MLP up product",
+        partial(make_product, backward=False),
+        "{tokens} x {hidden} x 2 {ffn}",
+        flops=UP,
+    ),
     Op(
         "MLP up product, gradient of its input",
         partial(make_product, backward=True),
         "{tokens} x 2 {ffn} x {hidden}",
         flops=UP,
     ),
-    Op("weight gradient", make_weight_gradient, "{ffn} x {tokens} x {hidden}", flops=linear_flops("hidden", "ffn", 1)),
+    Op(
+        "weight gradient",
+        make_weight_gradient,
+        "{ffn} x {tokens} x {hidden}",
+        flops=linear_flops("hidden", "ffn", 1),
+    ),
     # Gradient 4, master 4, moments 8 read; master 4, moments 8, bf16 weights 2 written.
     Op("adamw", partial(make_adamw, split=False), SHARD, lambda shape: 30 * shape.shard),
     # Gradient 4, weights in two halves 4, moments 8 read; halves 4, moments 8 written.
-    Op("adamw, split master weights", partial(make_adamw, split=True), SHARD, lambda shape: 28 * shape.shard),
+    Op(
+        "adamw, split master weights",
+        partial(make_adamw, split=True),
+        SHARD,
+        lambda shape: 28 * shape.shard,
+    ),
     Op("gradient norm", make_gradient_norm, SHARD, lambda shape: 4 * shape.shard),
     attention_op("attention forward", None, FULL, with_backward=False),
     attention_op("attention forward and backward", None, FULL, with_backward=True),
-    attention_op("attention, window 4096, forward and backward", 4096, WINDOWED, with_backward=True),
+    attention_op(
+        "attention, window 4096, forward and backward", 4096, WINDOWED, with_backward=True
+    ),
 )

@@ -1,5 +1,5 @@
-"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end -->`, and the step
-budget of its goals between `<!-- table: gpu_budget -->` and `<!-- end -->`.
+"""Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end
+-->`, and the step budget of its goals between `<!-- table: gpu_budget -->` and `<!-- end -->`.
 
 python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
 python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
@@ -18,7 +18,16 @@ from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import Attention, Pass, Product
 from megatron_lite.planner.work_time import UPDATE_BYTES, micro_batch_work
 from scripts.benchmarks.results import ROOT, Result, Rows
-from scripts.benchmarks.tables import NOT_MEASURED, Column, number, remarks, render, spread, surroundings, table
+from scripts.benchmarks.tables import (
+    NOT_MEASURED,
+    Column,
+    number,
+    remarks,
+    render,
+    spread,
+    surroundings,
+    table,
+)
 from scripts.benchmarks.training.report import profile_table
 from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
 from scripts.docs.tables import markdown_table
@@ -30,7 +39,8 @@ GIB = 2**30
 
 
 class Target(NamedTuple):
-    """A row of the table of goals: the target, and how to read its value from a report (None: not measured)."""
+    """A row of the table of goals: the target, and how to read its value from a report (None: not
+    measured)."""
 
     name: str
     goal: str
@@ -49,13 +59,17 @@ def best(key: str, *tables: str) -> Callable[[Result], float | None]:
 
     def read(report: Result) -> float | None:
         rows = [row for name in tables for row in step(report, name).get("rows", {}).items()]
-        return max((row[key] for name, row in rows if name.startswith("ZeRO") and row.get(key)), default=None)
+        return max(
+            (row[key] for name, row in rows if name.startswith("ZeRO") and row.get(key)),
+            default=None,
+        )
 
     return read
 
 
 def speedup(table: str, *others: str, row: str = OURS) -> Callable[[Result], float | None]:
-    """Return a row's speed over that of the fastest of `others`, by the median ratio over rounds."""
+    """Return a row's speed over that of the fastest of `others`, by the median ratio over
+    rounds."""
 
     def read(report: Result) -> float | None:
         ratios = step(report, table).get("rows", {}).get(row, {}).get("ratios", {})
@@ -72,7 +86,8 @@ def uses_cudnn(report: Result) -> float | None:
 
 
 def copy_fraction(report: Result, wanted: str = "") -> float | None:
-    """Return the least fraction of the speed of a copy of equal size over the memory-bound operations, or one's."""
+    """Return the least fraction of the speed of a copy of equal size over the memory-bound
+    operations, or one's."""
     found = {}
     for name, op in step(report, "ops").get("ops", {}).items():
         fraction = op.get("variants", {}).get("triton", {}).get("fraction_of_equal_copy")
@@ -93,20 +108,44 @@ _SPEED = "{:,.0f} tokens/s".format
 _RATIO = "{:.3f}x".format
 _TFLOPS = "{:.0f} TFLOP/s".format
 _CUDNN = ("by another backend", "by cuDNN")
-_ACTIVATION, _FULL = (speedup("variants", OURS, row=f"{OURS} recompute {level}") for level in ("activation", "full"))
+_ACTIVATION, _FULL = (
+    speedup("variants", OURS, row=f"{OURS} recompute {level}") for level in ("activation", "full")
+)
 TARGETS = (
     Target(_WHOLE, "9,000 tokens/s to beat", 9000, _SPEED, best("tokens_per_s", MISTRAL[0])),
     Target(_WHOLE, "11,000 tokens/s", 11000, _SPEED, best("tokens_per_s", MISTRAL[0])),
     Target(_EITHER, "540 model TFLOP/s", 540, _TFLOPS, best("model_tflops", *MISTRAL)),
     Target(_LLAMA, "1.15x", 1.15, _RATIO, speedup("llama-3-8b-8l", "FSDP2 compiled")),
-    Target(_GPT2, "1.10x", 1.10, _RATIO, speedup("gpt2-124m", "torch compiled", "torch compiled full logits")),
     Target(
-        "attention of a Mistral-7B shape without a window", "by cuDNN", 1, lambda found: _CUDNN[int(found)], uses_cudnn
+        _GPT2,
+        "1.10x",
+        1.10,
+        _RATIO,
+        speedup("gpt2-124m", "torch compiled", "torch compiled full logits"),
+    ),
+    Target(
+        "attention of a Mistral-7B shape without a window",
+        "by cuDNN",
+        1,
+        lambda found: _CUDNN[int(found)],
+        uses_cudnn,
     ),
     Target("MLP recompute `activation` over `none`", "99.6 %", 0.996, _percent, _ACTIVATION),
     Target("MLP recompute `full` over `none`", "90 %", 0.90, _percent, _FULL),
-    Target("slowest memory-bound operation, of a copy of equal size", "85 %", 0.85, _percent, copy_fraction),
-    Target("AdamW, of a copy of equal size", "85 %", 0.85, _percent, partial(copy_fraction, wanted="adamw")),
+    Target(
+        "slowest memory-bound operation, of a copy of equal size",
+        "85 %",
+        0.85,
+        _percent,
+        copy_fraction,
+    ),
+    Target(
+        "AdamW, of a copy of equal size",
+        "85 %",
+        0.85,
+        _percent,
+        partial(copy_fraction, wanted="adamw"),
+    ),
 )
 
 
@@ -126,7 +165,10 @@ def _plan_error(rows: Rows, name: str) -> str:
 
 
 TRAINING_COLUMNS = (
-    Column("step, s (quartiles)", lambda rows, name: spread("", "step_s", 4).cell(rows, name) or NOT_MEASURED),
+    Column(
+        "step, s (quartiles)",
+        lambda rows, name: spread("", "step_s", 4).cell(rows, name) or NOT_MEASURED,
+    ),
     number("tokens/s", "tokens_per_s", ",.0f"),
     number("model TFLOP/s", "model_tflops", ".0f"),
     number("MFU causal", "mfu", ".1%"),
@@ -152,7 +194,12 @@ def _target_rows(report: Result) -> Iterator[tuple[str, ...]]:
         if value is None:
             yield target.name, target.goal, NOT_MEASURED, ""
         else:
-            yield target.name, target.goal, target.show(value), "met" if value >= target.at_least else "missed"
+            yield (
+                target.name,
+                target.goal,
+                target.show(value),
+                "met" if value >= target.at_least else "missed",
+            )
 
 
 def _head(report: Result) -> Iterator[str]:
@@ -182,7 +229,10 @@ def _ops(report: Result) -> Iterator[str]:
     for name, op in step(report, "ops").get("ops", {}).items():
         variants = op.get("variants", {})
         for variant, found in variants.items():
-            cells = [str(found.get("failed", op.get("status", "")))[:80], *[""] * (len(OPERATION_COLUMNS) - 1)]
+            cells = [
+                str(found.get("failed", op.get("status", "")))[:80],
+                *[""] * (len(OPERATION_COLUMNS) - 1),
+            ]
             if "ms" in found:
                 cells = [column.cell(variants, variant) for column in OPERATION_COLUMNS]
             lines.append([name, op.get("shape", ""), variant, *cells])
@@ -190,7 +240,9 @@ def _ops(report: Result) -> Iterator[str]:
         yield "Each operation at the shapes of Mistral-7B. Bytes are the minimum, each counted once; new memory is the"
         yield "most that a call allocates besides its inputs."
         yield ""
-        yield from markdown_table(("operation", "shape", "", *(column.title for column in OPERATION_COLUMNS)), lines)
+        yield from markdown_table(
+            ("operation", "shape", "", *(column.title for column in OPERATION_COLUMNS)), lines
+        )
 
 
 def _training(report: Result) -> Iterator[str]:
@@ -220,7 +272,10 @@ def _tests(report: Result) -> Iterator[str]:
     for name in ("kernel tests", "GPU tests", "flex_attention tests"):
         found = step(report, name)
         if found:
-            counts = ", ".join(f"{count} {outcome}" for outcome, count in found["counts"].items()) or "none ran"
+            counts = (
+                ", ".join(f"{count} {outcome}" for outcome, count in found["counts"].items())
+                or "none ran"
+            )
             yield f"{name[0].upper()}{name[1:]} on the device: {counts}."
             yield from (f"- `{failure}`" for failure in found["failures"][:20])
     smoke = step(report, "smoke test")
@@ -228,15 +283,18 @@ def _tests(report: Result) -> Iterator[str]:
         yield f"Smoke test: {'ok' if smoke.get('ok') else smoke.get('reason', 'failed')}, {smoke.get('seconds')} s."
 
 
-# -- the budget --------------------------------------------------------------------------------------------------------
+# -- the budget
+# --------------------------------------------------------------------------------------------------------
 
-# Rates of an H200 at its limit of 700 W. A bf16 product of large random matrices reaches two thirds of the data sheet's
-# 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8 TB/s.
+# Rates of an H200 at its limit of 700 W. A bf16 product of large random matrices reaches two thirds
+# of the data sheet's 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8
+# TB/s.
 PRODUCT_FLOP_PER_S = 665e12
 ATTENTION_FLOP_PER_S = 475e12
 BYTES_PER_S = 4.1e12
 MASTER, BF16 = 4, 2  # bytes per element
-# The row that computes least, then those that need less memory, each with the name of the product that it repeats.
+# The row that computes least, then those that need less memory, each with the name of the product
+# that it repeats.
 PLAIN = "ZeRO-1 split recompute activation"
 REPEATED = {
     "ZeRO-1 split recompute quarter": "the MLPs' first product again in a quarter of the blocks",
@@ -260,7 +318,14 @@ class Part(NamedTuple):
 @cache
 def budget_parts() -> dict[str, list[Part]]:
     """Return the parts of the first row's step, and those that each other row adds, by row."""
-    options = parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16", f"--only={PLAIN},{','.join(REPEATED)}"])
+    options = parse(
+        [
+            "--device=cuda",
+            "--model=mistral-7b",
+            "--dtype=bf16",
+            f"--only={PLAIN},{','.join(REPEATED)}",
+        ]
+    )
     found: dict[str, list[Part]] = {}
     for name, row in chosen(options, 1).items():
         plan = make_plan(row_config(row, options, 1), 1, "cuda")
@@ -285,21 +350,38 @@ def budget_parts() -> dict[str, list[Part]]:
 
 
 def budget_table() -> list[str]:
-    """Return the time budget of a step that meets the goals, by the planner's counts, without measurements.
+    """Return the time budget of a step that meets the goals, by the planner's counts, without
+    measurements.
 
-    A whole Mistral-7B on one H200, one sample of 8,192 tokens per step, in bf16, then the additional work of the rows
-    that need less memory. The report measures the ceilings and operations assumed here.
+    A whole Mistral-7B on one H200, one sample of 8,192 tokens per step, in bf16, then the
+    additional work of the rows that need less memory. The report measures the ceilings and
+    operations assumed here.
     """
     config = engine_config(parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16"]), 1)
     tokens, rows = config.batch.sequence_length, []
     for name, own in budget_parts().items():
         for part in own:
             flops, moved = f"{part.flops / 1e12:.1f}", f"{part.bytes / 1e9:.0f}"
-            cells = flops if part.flops else "", moved if part.bytes else "", f"{1e3 * part.seconds:.0f}"
+            cells = (
+                flops if part.flops else "",
+                moved if part.bytes else "",
+                f"{1e3 * part.seconds:.0f}",
+            )
             rows.append((part.name, *cells, "", ""))
-        seconds = sum(part.seconds for part in (*budget_parts()[PLAIN], *(own if name != PLAIN else ())))
+        seconds = sum(
+            part.seconds for part in (*budget_parts()[PLAIN], *(own if name != PLAIN else ()))
+        )
         tflops = model_flops(config.model, tokens, tokens) / seconds / 1e12
-        rows.append((f"**{name}**", "", "", f"{1e3 * seconds:.0f}", f"{tokens / seconds:,.0f}", f"{tflops:.0f}"))
+        rows.append(
+            (
+                f"**{name}**",
+                "",
+                "",
+                f"{1e3 * seconds:.0f}",
+                f"{tokens / seconds:,.0f}",
+                f"{tflops:.0f}",
+            )
+        )
     return markdown_table(("at least", "TFLOP", "GB", "ms", "tokens/s", "model TFLOP/s"), rows)
 
 

@@ -1,11 +1,13 @@
-"""Run the steps of the GPU report in separate processes, under one deadline, and collect them in one JSON file.
+"""Run the steps of the GPU report in separate processes, under one deadline, and collect them in
+one JSON file.
 
     python -m scripts.benchmarks.gpu.report --output=report.json [--only=correctness] [--limit_s=520]
     python -m scripts.benchmarks.gpu.report --merge=first.json,second.json --output=report.json
 
-The steps are grouped in parts, one per call, whose budgets add up to less than the deadline. A later call adds its
-steps to the file. A step that fails or times out is recorded with its partial results and does not stop the other
-steps. The file is written after every step, and everything that the steps print is kept beside it, in report_logs/.
+The steps are grouped in parts, one per call, whose budgets add up to less than the deadline. A
+later call adds its steps to the file. A step that fails or times out is recorded with its partial
+results and does not stop the other steps. The file is written after every step, and everything that
+the steps print is kept beside it, in report_logs/.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class Step:
     budget_s: float
     read: Callable[[Path, Path], Any]
     part: str = PARTS[0]
-    resumes: bool = False  # restart after any exit code except 0 and 1: the step continues after the crash
+    resumes: bool = (
+        False  # restart after any exit code except 0 and 1: the step continues after the crash
+    )
 
 
 def steps(parallel_tests: int) -> list[Step]:
@@ -75,18 +79,36 @@ def steps(parallel_tests: int) -> list[Step]:
     if importlib.util.find_spec("pytest_timeout"):
         pytest += ("--timeout=60",)
     # Some test files cannot be imported without all packages of the test extra.
-    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
+    files = sorted(
+        str(path)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text("utf-8")
+    )
     pytest += ("--continue-on-collection-errors",)
-    # Without these every other step is worthless: how products are added, the attention backends, and a few steps.
+    # Without these every other step is worthless: how products are added, the attention backends,
+    # and a few steps.
     pytest_sanity = (*pytest, "-m", "gpu", "-k", "added_in_fp32 or probe or changes_losses", *files)
     # flex_attention compiles for some ten seconds per shape, so its tests run last.
     pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
     pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
 
     def table(
-        name: str, model: str, only: str, turns: int, budget_s: float, *options: str, part: str = PARTS[2]
+        name: str,
+        model: str,
+        only: str,
+        turns: int,
+        budget_s: float,
+        *options: str,
+        part: str = PARTS[2],
     ) -> Step:
-        flags = ("--device=cuda", f"--model={model}", "--dtype=bf16", f"--only={only}", f"--turns={turns}", *options)
+        flags = (
+            "--device=cuda",
+            f"--model={model}",
+            "--dtype=bf16",
+            f"--only={only}",
+            f"--turns={turns}",
+            *options,
+        )
         command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
         return Step(name, command, budget_s, read_benchmark, part)
 
@@ -102,27 +124,62 @@ def steps(parallel_tests: int) -> list[Step]:
     few = (alone, "--num_layers=6", "--steps_per_turn=6")
     return [
         Step("sanity", pytest_sanity, 40, read_tests),
-        Step("kernel tests", (*pytest, "-m", "not slow and not gpu", "tests/kernels"), 110, read_tests),
+        Step(
+            "kernel tests",
+            (*pytest, "-m", "not slow and not gpu", "tests/kernels"),
+            110,
+            read_tests,
+        ),
         Step("GPU tests", pytest_gpu, 100, read_tests),
-        Step("smoke test", ("scripts/smoke_test.py", "--device=cuda", "--quick"), 80, read_smoke_test),
+        Step(
+            "smoke test", ("scripts/smoke_test.py", "--device=cuda", "--quick"), 80, read_smoke_test
+        ),
         Step("flex_attention tests", pytest_flex, 120, read_tests),
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
         Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1], resumes=True),
         table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
         table("fp8", "mistral-7b", rounded, 2, 70, *few, part=PARTS[1]),
-        table("deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]),
-        table("mistral-7b", "mistral-7b", f"{split} activation,{split} quarter,ZeRO-3 recompute full", 2, 130, alone),
+        table(
+            "deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]
+        ),
+        table(
+            "mistral-7b",
+            "mistral-7b",
+            f"{split} activation,{split} quarter,ZeRO-3 recompute full",
+            2,
+            130,
+            alone,
+        ),
         table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
         # Eight micro-batches spread the update over eight times the tokens.
         table("mistral-7b 16 layers x 8", "mistral-7b", several, 2, 120, alone, layers, *eight),
-        table("profile", "mistral-7b", "ZeRO-1", 2, 40, "--num_layers=6", "--steps_per_turn=2", "--profile"),
+        table(
+            "profile",
+            "mistral-7b",
+            "ZeRO-1",
+            2,
+            40,
+            "--num_layers=6",
+            "--steps_per_turn=2",
+            "--profile",
+        ),
         table("gpt2-124m", "gpt2-124m", gpt2, 5, 150, "--steps_per_turn=8", part=PARTS[3]),
-        table("profile gpt2-124m", "gpt2-124m", beside, 2, 70, "--steps_per_turn=4", "--profile", part=PARTS[3]),
+        table(
+            "profile gpt2-124m",
+            "gpt2-124m",
+            beside,
+            2,
+            70,
+            "--steps_per_turn=4",
+            "--profile",
+            part=PARTS[3],
+        ),
         table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 150, alone, part=PARTS[3]),
     ]
 
 
-# -- readers ---------------------------------------------------------------------------------------------------------
+# -- readers
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read_output(output: Path, log: Path) -> Any:
@@ -177,9 +234,14 @@ STACKS_S = 5.0  # for a step that hangs to write where it is
 
 
 def difference(a: Result, b: Result) -> str | None:
-    """Return the first machine or software property in which two reports differ, or None; such reports do not mix."""
+    """Return the first machine or software property in which two reports differ, or None; such
+    reports do not mix."""
     first, second = (
-        {**described.get("machine", {}), **described.get("versions", {}), "commit": described.get("commit")}
+        {
+            **described.get("machine", {}),
+            **described.get("versions", {}),
+            "commit": described.get("commit"),
+        }
         for described in (report.get("environment", {}) for report in (a, b))
     )
     names = (name for name in {**first, **second} if first.get(name) != second.get(name))
@@ -211,8 +273,11 @@ def all_ok(entries: Mapping[str, Any]) -> bool:
 class Report:
     """The results of this call so far, and the file that they are merged into."""
 
-    def __init__(self, output: Path, limit_s: float, head: Result, earlier: Result | None = None) -> None:
-        """earlier: the file's report, of the same machine and versions; its other steps are kept."""
+    def __init__(
+        self, output: Path, limit_s: float, head: Result, earlier: Result | None = None
+    ) -> None:
+        """earlier: the file's report, of the same machine and versions; its other steps are
+        kept."""
         self.output, self.earlier = output, earlier
         self.folder = output.with_name(f"{output.stem}_logs")  # what each step printed and wrote
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -226,9 +291,14 @@ class Report:
         """Write the file."""
         self.result["seconds"] = round(time.monotonic() - self.started, 1)
         self.result["ok"] = all_ok(self.result["steps"])
-        whole = self.result if self.earlier is None else merged([self.earlier, self.result], self.order)
+        whole = (
+            self.result if self.earlier is None else merged([self.earlier, self.result], self.order)
+        )
         # JSON has no numbers that are not finite; they become "nan", "inf" and "-inf".
-        write_json(self.output, json.loads(json.dumps(whole, default=str), parse_constant=lambda one: str(float(one))))
+        write_json(
+            self.output,
+            json.loads(json.dumps(whole, default=str), parse_constant=lambda one: str(float(one))),
+        )
 
     def run_all(self, wanted: Sequence[Step]) -> None:
         """Run the steps in order. A step may also use the time that the steps before it left."""
@@ -236,7 +306,8 @@ class Report:
             self.run(step, reserved_s=sum(later.budget_s for later in wanted[index + 1 :]))
 
     def run(self, step: Step, reserved_s: float = 0.0) -> None:
-        """Run one step and record its results or its failure. reserved_s: the time that later steps need."""
+        """Run one step and record its results or its failure. reserved_s: the time that later steps
+        need."""
         left_s = self.deadline - time.monotonic()
         seconds = min(max(step.budget_s, left_s - reserved_s), left_s)
         entry: dict[str, Any] = {"status": "not run", "budget_s": step.budget_s, "seconds": 0.0}
@@ -258,7 +329,9 @@ class Report:
         for earlier in (output, log):
             earlier.unlink(missing_ok=True)
         for _ in range(ATTEMPTS if step.resumes else 1):
-            code = call([word.replace("{output}", str(output)) for word in step.command], log, deadline)
+            code = call(
+                [word.replace("{output}", str(output)) for word in step.command], log, deadline
+            )
             if code in (0, 1, None) or time.monotonic() + MIN_STEP_S > deadline:
                 break
         entry: dict[str, Any] = {"status": "ok"}
@@ -269,17 +342,21 @@ class Report:
         try:
             entry["result"] = step.read(output, log)
         except Exception as error:  # a truncated or unexpected file must not stop the other steps
-            entry |= {"status": "failed", "reason": f"results cannot be read: {type(error).__name__}: {error}"}
+            entry |= {
+                "status": "failed",
+                "reason": f"results cannot be read: {type(error).__name__}: {error}",
+            }
         if entry["status"] != "ok" and log.exists():
             entry["log_tail"] = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         return entry
 
 
 def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
-    """Run Python with these arguments in the checkout; return its exit code, or None at the deadline.
+    """Run Python with these arguments in the checkout; return its exit code, or None at the
+    deadline.
 
-    The process gets its own process group, which is killed at the end, so that nothing stays on the device. One that
-    crashes or hangs writes the stacks of its threads into the log.
+    The process gets its own process group, which is killed at the end, so that nothing stays on the
+    device. One that crashes or hangs writes the stacks of its threads into the log.
     """
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -307,17 +384,25 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
 
 
 def describe() -> Result:
-    """Return the device and versions, queried in a separate process; `missing` says why there is no GPU."""
-    done = subprocess.run([sys.executable, *OPS, "--describe"], cwd=ROOT, capture_output=True, text=True)
+    """Return the device and versions, queried in a separate process; `missing` says why there is no
+    GPU."""
+    done = subprocess.run(
+        [sys.executable, *OPS, "--describe"], cwd=ROOT, capture_output=True, text=True
+    )
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = done.stderr[-2000:].strip()
-        return {"missing": said} if done.returncode == 2 else {"machine": {}, "versions": {}, "failed": said}
+        return (
+            {"missing": said}
+            if done.returncode == 2
+            else {"machine": {}, "versions": {}, "failed": said}
+        )
 
 
 def parallel_tests() -> int:
-    """Return the number of test processes, several because kernels compile on the CPU; 1 without pytest-xdist."""
+    """Return the number of test processes, several because kernels compile on the CPU; 1 without
+    pytest-xdist."""
     return min(12, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 1
 
 
@@ -325,13 +410,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser, known = argument_parser(__doc__), steps(1)
     default = Path(os.environ.get("TMPDIR") or "/tmp") / "gpu_report.json"
-    parser.add_argument("--output", type=Path, default=default, help=f"JSON file to write; default {default}")
+    parser.add_argument(
+        "--output", type=Path, default=default, help=f"JSON file to write; default {default}"
+    )
     choices = partial(matching, [*PARTS, *(step.name for step in known)], "step")
     parser.add_argument(
-        "--only", type=choices, default=PARTS[0], help=f"comma-separated parts or steps; default {PARTS[0]}"
+        "--only",
+        type=choices,
+        default=PARTS[0],
+        help=f"comma-separated parts or steps; default {PARTS[0]}",
     )
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}")
-    parser.add_argument("--merge", default="", help="run nothing: merge these comma-separated files into --output")
+    parser.add_argument(
+        "--limit_s", type=float, default=LIMIT_S, help=f"limit for all steps; default {LIMIT_S:g}"
+    )
+    parser.add_argument(
+        "--merge", default="", help="run nothing: merge these comma-separated files into --output"
+    )
     options = parser.parse_args(argv)
     options.merge = [Path(name) for name in names_in(options.merge)]
     needed_s = START_S + sum(step.budget_s for step in chosen(known, options.only))
@@ -368,7 +462,9 @@ def earlier_report(output: Path, head: Result) -> Result | None:
         return None
     earlier = read_report(output)
     if (found := difference(earlier, head)) is not None:
-        raise ValueError(f"{output} holds the report of another machine or version ({found}): name another --output")
+        raise ValueError(
+            f"{output} holds the report of another machine or version ({found}): name another --output"
+        )
     return earlier
 
 
@@ -377,21 +473,27 @@ def main(argv: Sequence[str]) -> int:
     options, started = parse(argv), time.monotonic()
     options.output = options.output.resolve()
     if options.merge:
-        whole = merged([read_report(path) for path in options.merge], [step.name for step in steps(1)])
+        whole = merged(
+            [read_report(path) for path in options.merge], [step.name for step in steps(1)]
+        )
         write_json(options.output, whole)
         return 0 if whole["ok"] else 1
     described = describe()
     if "missing" in described:
         print(f"gpu_report: nothing to report: {described['missing']}")
         return 0
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GiB, for a crash
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )  # GiB, for a crash
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     pythonpath = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.update(private_environment(folder, pythonpath, PYTHONUNBUFFERED="1"))
     try:
         head = {"environment": described}
         earlier = earlier_report(options.output, head)
-        report = Report(options.output, options.limit_s - (time.monotonic() - started), head, earlier)
+        report = Report(
+            options.output, options.limit_s - (time.monotonic() - started), head, earlier
+        )
         try:
             report.run_all(chosen(steps(parallel_tests()), options.only))
         finally:
@@ -399,7 +501,9 @@ def main(argv: Sequence[str]) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     ok = report.result["ok"]
-    print(f"gpu_report: {report.result['seconds']:.0f} s; {'ok' if ok else 'not ok'}; {options.output}")
+    print(
+        f"gpu_report: {report.result['seconds']:.0f} s; {'ok' if ok else 'not ok'}; {options.output}"
+    )
     return 0 if ok else 1
 
 

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node=2 -m scripts.benchmarks.machine --output=machine.json
     python pretrain_gpt.py ... --dry_run=1 --machine_speeds=machine.json
 
-Launch it like the run, with as many ranks per machine, because they share cores, memory and links. It times the
-program's own operations: products by shape and dtype, attention by length, elementwise passes, collectives (gloo on a
-CPU, NCCL on GPUs), and the host overhead of a step. That takes less than a minute per dtype on a quiet machine.
+Launch it like the run, with as many ranks per machine, because they share cores, memory and links.
+It times the program's own operations: products by shape and dtype, attention by length, elementwise
+passes, collectives (gloo on a CPU, NCCL on GPUs), and the host overhead of a step. That takes less
+than a minute per dtype on a quiet machine.
 """
 
 from __future__ import annotations
@@ -45,17 +46,29 @@ from scripts.benchmarks.results import names_in, write_json
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ScriptParser(prog="machine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(
+        prog="machine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--dtypes", default="fp32", help="training dtypes to measure, such as fp32,bf16 (default fp32)")
-    parser.add_argument("--threads", type=int, default=0, help="threads per rank; default: its share of the cores")
+    parser.add_argument(
+        "--dtypes",
+        default="fp32",
+        help="training dtypes to measure, such as fp32,bf16 (default fp32)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads per rank; default: its share of the cores"
+    )
     options = parser.parse_args(argv)
     options.dtypes = list(dict.fromkeys(names_in(options.dtypes)))
     if unknown := [name for name in options.dtypes if name not in DTYPES] or not options.dtypes:
-        parser.error(f"--dtypes: {unknown if options.dtypes else 'none'}; write some of {', '.join(DTYPES)}")
+        parser.error(
+            f"--dtypes: {unknown if options.dtypes else 'none'}; write some of {', '.join(DTYPES)}"
+        )
     if not 0 <= options.threads <= 4096:
-        parser.error(f"--threads={options.threads} must be from 1 to 4096, or 0 for its share of the cores")
+        parser.error(
+            f"--threads={options.threads} must be from 1 to 4096, or 0 for its share of the cores"
+        )
     return options
 
 
@@ -66,7 +79,11 @@ def main(argv: Sequence[str]) -> int:
         distributed = startup.initialize(unflatten({"device": options.device}).distributed)
     except RunError as error:
         return exit_status.report(error, None, prints=True)
-    threads = options.threads or requested_threads() or max(1, len(processor.cores()) // distributed.sharing_cores)
+    threads = (
+        options.threads
+        or requested_threads()
+        or max(1, len(processor.cores()) // distributed.sharing_cores)
+    )
     torch.set_num_threads(threads)
     start_s = time.perf_counter()
     result = measure(options.dtypes, distributed, threads)
@@ -74,7 +91,9 @@ def main(argv: Sequence[str]) -> int:
     if distributed.rank == 0:
         try:
             write_json(options.output, result)
-            print(f"{options.output}: measured in {time.perf_counter() - start_s:.0f} s on {result['device']}")
+            print(
+                f"{options.output}: measured in {time.perf_counter() - start_s:.0f} s on {result['device']}"
+            )
         except OSError as error:
             print(f"machine: error: --output={options.output}: {error.strerror}", file=sys.stderr)
             code = 2

@@ -1,10 +1,12 @@
-"""Steps of small models: the host overhead of a step, and the seconds per byte of torch's operations.
+"""Steps of small models: the host overhead of a step, and the seconds per byte of torch's
+operations.
 
-A tiny model is trained with two numbers of blocks. Its operations take almost no time, so the difference is the host
-overhead of the blocks (Python, autograd and library calls), and the rest that of the step. `predictions` times larger
-models with the same steps. A plan counts the bytes of every operation of a layer by its name; in the forward and
-backward pass of two small models the same operations are timed on the device. On a GPU most of them are kernels of our
-own, which move bytes as fast as a copy.
+A tiny model is trained with two numbers of blocks. Its operations take almost no time, so the
+difference is the host overhead of the blocks (Python, autograd and library calls), and the rest
+that of the step. `predictions` times larger models with the same steps. A plan counts the bytes of
+every operation of a layer by its name; in the forward and backward pass of two small models the
+same operations are timed on the device. On a GPU most of them are kernels of our own, which move
+bytes as fast as a copy.
 """
 
 from __future__ import annotations
@@ -33,11 +35,24 @@ from scripts.benchmarks.training.settings import GPT2, LLAMA
 WARM_UP, STEPS = 3, 8
 FEW_BLOCKS, MORE_BLOCKS = 2, 10
 TINY: dict[str, Any] = dict(
-    hidden_size=32, num_attention_heads=2, sequence_length=16, vocab_size=64, batch_size=1, train_iters=100
+    hidden_size=32,
+    num_attention_heads=2,
+    sequence_length=16,
+    vocab_size=64,
+    batch_size=1,
+    train_iters=100,
 )
 SIZES: dict[str, dict[str, Any]] = {
-    "cpu": dict(num_layers=2, hidden_size=512, num_attention_heads=8, sequence_length=512, vocab_size=4096),
-    "cuda": dict(num_layers=2, hidden_size=2048, num_attention_heads=16, sequence_length=4096, vocab_size=32768),
+    "cpu": dict(
+        num_layers=2, hidden_size=512, num_attention_heads=8, sequence_length=512, vocab_size=4096
+    ),
+    "cuda": dict(
+        num_layers=2,
+        hidden_size=2048,
+        num_attention_heads=16,
+        sequence_length=4096,
+        vocab_size=32768,
+    ),
 }
 SMALLEST = 2**16  # bytes of a timed operation; calling a smaller one takes longer than its pass
 PASS_WARM_UP, PASSES = 1, 8
@@ -62,14 +77,18 @@ class OneRank(Group):
         self.pipeline = one_pipeline_rank(device)
 
 
-def single_rank_model(options: dict[str, Any], device: torch.device) -> tuple[Config, MultiStage, Optimizer]:
+def single_rank_model(
+    options: dict[str, Any], device: torch.device
+) -> tuple[Config, MultiStage, Optimizer]:
     """Return a configuration for one rank, and its engine with initial weights."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
     model, optimizer, _ = built(config, OneRank(device))
     return config, model, optimizer
 
 
-def micro_batches(config: Config, device: torch.device, scale: Tensor, seed: int = 0) -> list[MicroBatch]:
+def micro_batches(
+    config: Config, device: torch.device, scale: Tensor, seed: int = 0
+) -> list[MicroBatch]:
     """Return an iteration's micro-batches of random tokens."""
     batch = config.batch
     assert batch.micro_batch_size and batch.sequential_micro_batches
@@ -78,8 +97,11 @@ def micro_batches(config: Config, device: torch.device, scale: Tensor, seed: int
     return [MicroBatch(inputs, labels, scale, seed) for inputs, labels in tokens]
 
 
-def step_seconds(options: dict[str, Any], device: torch.device, steps: int = STEPS) -> tuple[Config, float]:
-    """Return a model's configuration, and its shortest step time on random tokens without data loading and logs."""
+def step_seconds(
+    options: dict[str, Any], device: torch.device, steps: int = STEPS
+) -> tuple[Config, float]:
+    """Return a model's configuration, and its shortest step time on random tokens without data
+    loading and logs."""
     config, model, optimizer = single_rank_model(options, device)
     assert config.batch.batch_size
     count = config.batch.batch_size * config.batch.sequence_length
@@ -105,7 +127,11 @@ class _Timed(TorchDispatchMode):
         self.seconds, self.bytes = defaultdict[str, float](float), Counter[str]()
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         operands = [*tensors_in([*args, *(kwargs or {}).values()])]
         self._timer.wait()
@@ -124,7 +150,9 @@ def seconds_per_byte(device: torch.device, dtype: str) -> dict[str, float]:
     """Return the shortest seconds per byte of each operation."""
     shortest: dict[str, float] = {}
     for family in (GPT2 | {"hidden_dropout": 0.1}, LLAMA):
-        config, model, _ = single_rank_model({**family, **SIZES[device.type], "training_dtype": dtype}, device)
+        config, model, _ = single_rank_model(
+            {**family, **SIZES[device.type], "training_dtype": dtype}, device
+        )
         batches = micro_batches(config, device, torch.ones((), device=device))
         for turn in range(PASS_WARM_UP + PASSES):
             with _Timed(device) as timed:

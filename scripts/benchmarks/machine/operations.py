@@ -1,4 +1,5 @@
-"""Times of the program's own operations: products by shape, attention by length, the update, and collectives.
+"""Times of the program's own operations: products by shape, attention by length, the update, and
+collectives.
 
 Operands come from a pool larger than the caches, as in a step, where other layers evict them.
 """
@@ -30,7 +31,11 @@ MOST_TURNS = 60
 LONG_ENOUGH_S = 0.05
 SIZES = {
     "cpu": {"tokens": (64, 512, 4096), "inputs": (64, 256, 1024), "outputs": (64, 256, 1024, 4096)},
-    "cuda": {"tokens": (256, 2048, 8192), "inputs": (256, 1024, 4096), "outputs": (256, 1024, 4096, 32768)},
+    "cuda": {
+        "tokens": (256, 2048, 8192),
+        "inputs": (256, 1024, 4096),
+        "outputs": (256, 1024, 4096, 32768),
+    },
 }
 MOST_FLOPS = {"cpu": 2.2e9, "cuda": 2e12}  # per measured product; larger ones are as fast
 LENGTHS = (64, 256, 1024, 4096)
@@ -46,19 +51,24 @@ SIDE = {"cpu": 512, "cuda": 8192}  # of the square products that overlap with a 
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock: process time if a single thread computes, which other programs hardly affect; else wall time."""
+    """Return a clock: process time if a single thread computes, which other programs hardly affect;
+    else wall time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
 
 
 class Timer:
-    """Measures the shortest times of calls on a device, because other programs can only add time."""
+    """Measures the shortest times of calls on a device, because other programs can only add
+    time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.clock = device, clock_of(device)
 
-    def seconds(self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
-        """Return the shortest time of `call` on the operands that `before` prepares, untimed, for each turn."""
+    def seconds(
+        self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None
+    ) -> float:
+        """Return the shortest time of `call` on the operands that `before` prepares, untimed, for
+        each turn."""
         times: list[float] = []
         for turn in range(MOST_TURNS + 1):
             operands = before()
@@ -87,7 +97,9 @@ class Operations:
         self.dtype = dtype
         self.triton = triton
         self.timer, self.kind = Timer(device), device.type
-        self._pool = torch.empty(POOL_BYTES // dtype.itemsize, device=device, dtype=dtype).uniform_(-0.5, 0.5)
+        self._pool = torch.empty(POOL_BYTES // dtype.itemsize, device=device, dtype=dtype).uniform_(
+            -0.5, 0.5
+        )
         self._next = 0
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -101,18 +113,23 @@ class Operations:
         self._next += -(-numel // 1024) * 1024
         return part
 
-    # -- products --------------------------------------------------------------------------------------------------
+    # -- products
+    # --------------------------------------------------------------------------------------------------
 
     def products(self) -> dict[str, Any]:
         """Return the FLOP/s of the three products of linear layers on a grid of sizes."""
         axes = SIZES[self.kind]
-        rates: dict[str, Any] = {kind: [[[] for _ in axes["inputs"]] for _ in axes["tokens"]] for kind in PRODUCT_KINDS}
+        rates: dict[str, Any] = {
+            kind: [[[] for _ in axes["inputs"]] for _ in axes["tokens"]] for kind in PRODUCT_KINDS
+        }
         for (t, tokens), (i, inputs), outputs in itertools.product(
             enumerate(axes["tokens"]), enumerate(axes["inputs"]), axes["outputs"]
         ):
             most = int(MOST_FLOPS[self.kind] / (2 * inputs * outputs))
             for kind in PRODUCT_KINDS:
-                rates[kind][t][i].append(self._product_rate(kind, max(64, min(tokens, most)), inputs, outputs))
+                rates[kind][t][i].append(
+                    self._product_rate(kind, max(64, min(tokens, most)), inputs, outputs)
+                )
         return {**{name: list(axes[name]) for name in AXES}, "flops_per_s": rates}
 
     def _product_rate(self, kind: str, tokens: int, inputs: int, outputs: int) -> float:
@@ -126,16 +143,22 @@ class Operations:
         seconds = self.timer.seconds(runs[kind], lambda: [self.tensor(*shape) for shape in shapes])
         return 2.0 * tokens * inputs * outputs / seconds
 
-    # -- attention -------------------------------------------------------------------------------------------------
+    # -- attention
+    # -------------------------------------------------------------------------------------------------
 
     def attention(self) -> dict[str, list[list[float]]]:
-        """Return (length, FLOP/s) of causal attention, forward and backward, fused and with the math backend."""
+        """Return (length, FLOP/s) of causal attention, forward and backward, fused and with the
+        math backend."""
         curves: dict[str, list[list[float]]] = {}
-        for (name, backend), length in itertools.product((("fused", "auto"), ("math", "math")), LENGTHS):
+        for (name, backend), length in itertools.product(
+            (("fused", "auto"), ("math", "math")), LENGTHS
+        ):
             for direction, seconds in zip(
                 ("forward", "backward"), self._attention_seconds(backend, length), strict=True
             ):
-                work = Attention(f"{name} {direction}", self._samples(length) * HEADS, length, CHANNELS, length)
+                work = Attention(
+                    f"{name} {direction}", self._samples(length) * HEADS, length, CHANNELS, length
+                )
                 curves.setdefault(work.kind, []).append([length, work.flops / seconds])
         return curves
 
@@ -144,31 +167,45 @@ class Operations:
 
     def _attention_seconds(self, backend: str, length: int) -> tuple[float, float]:
         shape = (self._samples(length), length, HEADS, CHANNELS)
-        query, key, value = (self.tensor(*shape).detach().transpose(1, 2).requires_grad_() for _ in range(3))
+        query, key, value = (
+            self.tensor(*shape).detach().transpose(1, 2).requires_grad_() for _ in range(3)
+        )
         grad = self.tensor(*shape).transpose(1, 2)
 
         def forward(_: Any = None) -> Tensor:
             return attention(query, key, value, None, 0.0, None, backend=backend)
 
-        return self.timer.seconds(forward), self.timer.seconds(lambda output: backward(output, grad), forward)
+        return self.timer.seconds(forward), self.timer.seconds(
+            lambda output: backward(output, grad), forward
+        )
 
-    # -- the update ------------------------------------------------------------------------------------------------
+    # -- the update
+    # ------------------------------------------------------------------------------------------------
 
     def update(self) -> dict[str, float]:
         """Return the seconds per byte of the two parts of an update."""
         shape = Shape(shard=UPDATED[self.kind], dtype=self.dtype, device=self.kind)
         name = "triton" if self.triton else "torch"
-        calls = (make(shape)[name] for make in (partial(make_adamw, split=False), make_gradient_norm))
+        calls = (
+            make(shape)[name] for make in (partial(make_adamw, split=False), make_gradient_norm)
+        )
         update_s, norm_s = (self.timer.seconds(lambda _: call()) for call in calls)  # noqa: B023
-        moved = UPDATE_BYTES["adamw"] + (0 if self.dtype == torch.float32 else self.dtype.itemsize)  # per element
-        return {"update adamw": update_s / shape.shard / moved, "gradient norm": norm_s / shape.shard / 4}
+        moved = UPDATE_BYTES["adamw"] + (
+            0 if self.dtype == torch.float32 else self.dtype.itemsize
+        )  # per element
+        return {
+            "update adamw": update_s / shape.shard / moved,
+            "gradient norm": norm_s / shape.shard / 4,
+        }
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- collectives
+# -------------------------------------------------------------------------------------------------------
 
 
 def measure_collectives(distributed: Distributed) -> dict[str, Any]:
-    """Return latency and bytes/s of gathers and reductions, and the fraction that overlaps; nothing for one rank."""
+    """Return latency and bytes/s of gathers and reductions, and the fraction that overlaps; nothing
+    for one rank."""
     if distributed.world_size == 1:
         return {"collectives": {}, "overlap": 0.0}
     found, hidden = {}, []
@@ -179,7 +216,10 @@ def measure_collectives(distributed: Distributed) -> dict[str, Any]:
             buffer = torch.zeros(size, device=distributed.device)
             seconds.append(_seconds(distributed, lambda: start(buffer).wait()))  # noqa: B023
         sent = buffer.nbytes * (distributed.world_size - 1) / distributed.world_size
-        found[kind] = {"latency_s": seconds[0], "bytes_per_s": sent / max(seconds[1] - seconds[0], 1e-9)}
+        found[kind] = {
+            "latency_s": seconds[0],
+            "bytes_per_s": sent / max(seconds[1] - seconds[0], 1e-9),
+        }
         hidden.append(_hidden_share(distributed, lambda: start(buffer), seconds[1]))  # noqa: B023
     return {"collectives": found, "overlap": min(hidden)}
 

@@ -2,10 +2,11 @@
 
     python -m scripts.benchmarks.machine.predictions --output=docs/planner.md
 
-Prints a Markdown table. The steps are the program's own (gather, forward, backward, update) on random tokens, without
-data loading and logs, in fp32 on a CPU. With one thread all times are process time, which other programs hardly affect;
-with several they are wall time, which needs a quiet machine. --output puts the table into a document,
-between `<!-- table: predictions -->` and `<!-- end -->`.
+Prints a Markdown table. The steps are the program's own (gather, forward, backward, update) on
+random tokens, without data loading and logs, in fp32 on a CPU. With one thread all times are
+process time, which other programs hardly affect; with several they are wall time, which needs a
+quiet machine. --output puts the table into a document, between `<!-- table: predictions -->` and
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def options_of(name: str) -> dict[str, Any]:
     """Return the options of a model."""
     sizes, family = MODELS[name]
     options = {**family, **sizes._asdict(), "train_iters": 100}
-    return {**options, "batch_size": options["micro_batch_size"], "max_position_embeddings": options["sequence_length"]}
+    return {
+        **options,
+        "batch_size": options["micro_batch_size"],
+        "max_position_embeddings": options["sequence_length"],
+    }
 
 
 def compare(speeds: Speeds, steps: int) -> Iterator[Comparison]:
@@ -90,11 +95,14 @@ def table(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, predict, print; return the exit code: 1 if a prediction misses by more than --tolerance."""
+    """Measure, predict, print; return the exit code: 1 if a prediction misses by more than
+    --tolerance."""
     parser = ScriptParser(prog="predictions", description=__doc__)
     parser.add_argument("--speeds", type=Path, help="file of speeds; default: measure them first")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each model; the shortest counts")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed steps of each model; the shortest counts"
+    )
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--output", type=Path, help="document whose table to replace")
     options = parser.parse_args(argv)
@@ -110,7 +118,9 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join([*lines, "", speeds.device]))
     if options.output is not None:
         tables = {"predictions": lambda: lines}
-        write_documents({options.output: lambda text: with_tables(text, tables, separated=False)}, False, "")
+        write_documents(
+            {options.output: lambda text: with_tables(text, tables, separated=False)}, False, ""
+        )
     distributed.close()
     return int(any(abs(item.ratio - 1) > options.tolerance for item in comparisons))
 

@@ -1,1 +1,2 @@
-"""Whole training programs, ours and the peers' own, in turns on the same machine: see __main__.py."""
+"""Whole training programs, ours and the peers' own, in turns on the same machine: see
+__main__.py."""

@@ -1,9 +1,9 @@
 """The command line of each program: ours, and the peers' from checkouts and packages.
 
-All train the same shape on the same text, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a constant
-learning rate, gradients clipped to norm 1, and a log line per step. Each draws its own initial weights and order of
-samples. docs/benchmarks.md lists the differences. The text is one token stream from the project's own texts, in each
-program's format.
+All train the same shape on the same text, with AdamW (betas 0.9 and 0.95, weight decay 0.1), a
+constant learning rate, gradients clipped to norm 1, and a log line per step. Each draws its own
+initial weights and order of samples. docs/benchmarks.md lists the differences. The text is one
+token stream from the project's own texts, in each program's format.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ HERE = Path(__file__).resolve().parent
 LEARNING_RATE = 3e-4
 OURS = "megatron_lite"
 OURS_EXACT_GELU = f"{OURS} exact gelu"
-# nanoGPT has the exact gelu (erf), which is faster than GPT-2's (tanh); the other programs can use GPT-2's.
+# nanoGPT has the exact gelu (erf), which is faster than GPT-2's (tanh); the other programs can use
+# GPT-2's.
 COMPARED_WITH = dict.fromkeys(
     ("nanoGPT", "nanoGPT compiled", "nanoGPT helped", "nanoGPT helped compiled"), OURS_EXACT_GELU
 )
@@ -60,15 +61,25 @@ class Setting:
         family = MODELS[options.model][1]
         sizes = {name: getattr(options, name) for name in Sizes._fields}
         self.is_llama = bool(family["use_rotary_embeddings"])  # with RMS norm and SwiGLU
-        self.model_flags: dict[str, Any] = {**family, **sizes, "max_position_embeddings": options.sequence_length}
+        self.model_flags: dict[str, Any] = {
+            **family,
+            **sizes,
+            "max_position_embeddings": options.sequence_length,
+        }
         exported = {"export_model_type": "llama"} if self.is_llama else {}
-        self.config = resolve(unflatten({**self.model_flags, **exported, "train_iters": 1, "device": "cpu"}), 1)
+        self.config = resolve(
+            unflatten({**self.model_flags, **exported, "train_iters": 1, "device": "cpu"}), 1
+        )
 
     @property
     def words(self) -> list[str]:
         """Arguments that our scripts around Trainer and litgpt share."""
         options = self.options
-        flags = {"data": self.folder / "train.bin", "batch_size": options.micro_batch_size, "lr": LEARNING_RATE}
+        flags = {
+            "data": self.folder / "train.bin",
+            "batch_size": options.micro_batch_size,
+            "lr": LEARNING_RATE,
+        }
         flags |= {"sequence_length": options.sequence_length, "dtype": options.dtype}
         return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -79,7 +90,8 @@ class Setting:
         return write_json_file(folder / "config.json", values)
 
     def launch(self, python: str, *words: str) -> list[str]:
-        """Return the command that runs a Python program, under torchrun if there are several ranks."""
+        """Return the command that runs a Python program, under torchrun if there are several
+        ranks."""
         ranks = (*TORCHRUN, f"--nproc-per-node={self.ranks}") if self.ranks > 1 else ()
         return [python, *ranks, *words]
 
@@ -92,14 +104,17 @@ class Setting:
         return None
 
 
-# Returns a command, the reason why the program cannot run here, or None if it does not support the model or layout.
+# Returns a command, the reason why the program cannot run here, or None if it does not support the
+# model or layout.
 Maker = Callable[[Setting], Command | str | None]
 
 
 def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Command | None:
     """Return our program's command."""
     options = setting.options
-    if (zero_stage > 1 and setting.ranks == 1) or (exact_gelu and (setting.is_llama or options.nanogpt is None)):
+    if (zero_stage > 1 and setting.ranks == 1) or (
+        exact_gelu and (setting.is_llama or options.nanogpt is None)
+    ):
         return None
     data = {"dataset_source", "num_workers"}  # those of a run without data
     flags = {name: value for name, value in setting.model_flags.items() if name not in data}
@@ -115,16 +130,25 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
         "log_interval": 1,
         "device": "cpu",
         "training_dtype": options.dtype,
-        "experiment_dir": setting.folder / f"ours_{zero_stage}{'_exact_gelu' if exact_gelu else ''}",
+        "experiment_dir": setting.folder
+        / f"ours_{zero_stage}{'_exact_gelu' if exact_gelu else ''}",
     }
     flags |= {"activation_type": "gelu_exact"} if exact_gelu else {}
-    words = [f"--{name}={int(value) if isinstance(value, bool) else value}" for name, value in flags.items()]
+    words = [
+        f"--{name}={int(value) if isinstance(value, bool) else value}"
+        for name, value in flags.items()
+    ]
     program = [str(ROOT / "pretrain_gpt.py"), *words, *options.ours.split()]
-    return Command(setting.launch(sys.executable, *program), ROOT, r"^iteration +\d+/\d+ \| loss +([\d.]+|nan|inf)")
+    return Command(
+        setting.launch(sys.executable, *program),
+        ROOT,
+        r"^iteration +\d+/\d+ \| loss +([\d.]+|nan|inf)",
+    )
 
 
 def nanogpt(setting: Setting, compiled: bool = False, helped: bool = False) -> Command | str | None:
-    """Return nanoGPT's train.py, run by `on_cpu` where it asks for a GPU: with several ranks, in bf16, and if helped.
+    """Return nanoGPT's train.py, run by `on_cpu` where it asks for a GPU: with several ranks, in
+    bf16, and if helped.
 
     helped: with fused AdamW, and with the library for products that our program chooses.
     """
@@ -137,7 +161,9 @@ def nanogpt(setting: Setting, compiled: bool = False, helped: bool = False) -> C
     if options.nanogpt is None:
         return "no checkout: --nanogpt=FOLDER"
     values = {
-        "device": "cuda" if through else "cpu",  # on a CPU, nanoGPT has neither bf16 nor a fused AdamW
+        "device": "cuda"
+        if through
+        else "cpu",  # on a CPU, nanoGPT has neither bf16 nor a fused AdamW
         "dtype": "bfloat16" if options.dtype == "bf16" else "float32",
         "backend": "gloo",
         "compile": compiled,
@@ -156,11 +182,18 @@ def nanogpt(setting: Setting, compiled: bool = False, helped: bool = False) -> C
         "decay_lr": False,
         "max_iters": NEVER,
     }
-    program = [str(options.nanogpt / "train.py"), *(f"--{name}={value}" for name, value in values.items())]
+    program = [
+        str(options.nanogpt / "train.py"),
+        *(f"--{name}={value}" for name, value in values.items()),
+    ]
     if through:
         switch = ["--onednn"] if helped and library_for("auto") == "onednn" else []
         program = [str(HERE / "on_cpu.py"), *switch, *program]
-    return Command(setting.launch(options.python, *program), options.nanogpt, r"^iter \d+: loss ([\d.]+|nan|inf)")
+    return Command(
+        setting.launch(options.python, *program),
+        options.nanogpt,
+        r"^iter \d+: loss ([\d.]+|nan|inf)",
+    )
 
 
 def picotron(setting: Setting) -> Command | str | None:
@@ -175,16 +208,34 @@ def picotron(setting: Setting) -> Command | str | None:
     setting.write_hugging_face_config(folder / "model")
     write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
     write_llama_weights(folder / "hf_model_safetensors", setting.config)
-    parallel = {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": setting.ranks, "pp_engine": "1f1b"}
-    training = {"seed": 42, "learning_rate": LEARNING_RATE, "total_train_steps": NEVER, "max_tokens": None}
-    training |= {"seq_length": options.sequence_length, "micro_batch_size": options.micro_batch_size}
+    parallel = {
+        "tp_size": 1,
+        "cp_size": 1,
+        "pp_size": 1,
+        "dp_size": setting.ranks,
+        "pp_engine": "1f1b",
+    }
+    training = {
+        "seed": 42,
+        "learning_rate": LEARNING_RATE,
+        "total_train_steps": NEVER,
+        "max_tokens": None,
+    }
+    training |= {
+        "seq_length": options.sequence_length,
+        "micro_batch_size": options.micro_batch_size,
+    }
     environment = {"TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "0", "HF_TOKEN": "none"}
     config = {
         "distributed": {**parallel, "backend": "gloo", "use_cpu": True},
         "model": {"name": str(folder / "model"), "use_fused_adam": True},
         "training": {**training, "gradient_accumulation_steps": 1},
         "dataset": {"name": str(folder / "data"), "num_workers": 0, "num_proc": 1},
-        "checkpoint": {"save_dir": str(folder / "checkpoints"), "save_frequency": NEVER, "load_path": ""},
+        "checkpoint": {
+            "save_dir": str(folder / "checkpoints"),
+            "save_frequency": NEVER,
+            "load_path": "",
+        },
         "logging": {"use_wandb": False},
         # OMP_NUM_THREADS has no effect, because it is set after torch has started.
         "environment": {"OMP_NUM_THREADS": "1", **environment},
@@ -199,20 +250,36 @@ def picotron(setting: Setting) -> Command | str | None:
 def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -> Command | str:
     """Return Hugging Face's Trainer, alone or with DeepSpeed."""
     options, folder = setting.options, setting.folder
-    if missing := setting.require("transformers", "accelerate", *(["deepspeed"] if deepspeed_stage else [])):
+    if missing := setting.require(
+        "transformers", "accelerate", *(["deepspeed"] if deepspeed_stage else [])
+    ):
         return missing
     config = setting.write_hugging_face_config(folder / "hf_trainer")
-    words = [str(HERE / "library_trainers.py"), "trainer", f"--config={config}", *setting.words, *flags]
+    words = [
+        str(HERE / "library_trainers.py"),
+        "trainer",
+        f"--config={config}",
+        *setting.words,
+        *flags,
+    ]
     if deepspeed_stage is not None:
-        stages = {"zero_optimization": {"stage": deepspeed_stage}, "zero_force_ds_cpu_optimizer": False}
-        automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+        stages = {
+            "zero_optimization": {"stage": deepspeed_stage},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        automatic = dict.fromkeys(
+            ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+        )
         path = folder / "hf_trainer" / f"deepspeed_{deepspeed_stage}.json"
-        words.append(f"--deepspeed={write_json_file(path, stages | automatic | {'gradient_clipping': 1.0})}")
+        words.append(
+            f"--deepspeed={write_json_file(path, stages | automatic | {'gradient_clipping': 1.0})}"
+        )
     return Command(setting.launch(options.python, *words), folder, r"'loss': '?([\d.]+|nan|inf)")
 
 
 def litgpt(setting: Setting) -> Command | str | None:
-    """Return litgpt's pretraining, which compiles the model and uses rotary instead of learned positions.
+    """Return litgpt's pretraining, which compiles the model and uses rotary instead of learned
+    positions.
 
     With several devices it uses FSDP, on GPUs only.
     """
@@ -241,7 +308,11 @@ def litgpt(setting: Setting) -> Command | str | None:
     path = write_json_file(setting.folder / "litgpt" / "config.json", config)
     tied = [] if setting.is_llama else ["--tied"]
     words = [str(HERE / "library_trainers.py"), "litgpt", f"--config={path}", *setting.words, *tied]
-    return Command([options.python, *words], setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)")
+    return Command(
+        [options.python, *words],
+        setting.folder,
+        r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)",
+    )
 
 
 # In table order; ours first, because every ratio is ours over theirs.
@@ -262,12 +333,16 @@ PROGRAMS: dict[str, Maker] = {
 }
 
 
-# -- inputs ------------------------------------------------------------------------------------------------------------
+# -- inputs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def tokens_of_texts(vocab_size: int) -> NDArray[np.uint16]:
-    """Return the project's documents and sources as tokens: bytes, or pairs of bytes for a large vocabulary."""
-    files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("megatron_lite/**/*.py")])
+    """Return the project's documents and sources as tokens: bytes, or pairs of bytes for a large
+    vocabulary."""
+    files = sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("megatron_lite/**/*.py")]
+    )
     written = b"\n".join(path.read_bytes() for path in files)
     text: NDArray[Any] = np.frombuffer(written, dtype=np.uint8).astype(np.uint16)
     if vocab_size >= 1 << 14:
@@ -277,7 +352,8 @@ def tokens_of_texts(vocab_size: int) -> NDArray[np.uint16]:
 
 
 def write_inputs(folder: Path, vocab_size: int) -> None:
-    """Write the programs' inputs: train.bin and val.bin of 16-bit tokens, meta.pkl, ours.bin and ours.idx."""
+    """Write the programs' inputs: train.bin and val.bin of 16-bit tokens, meta.pkl, ours.bin and
+    ours.idx."""
     tokens = tokens_of_texts(vocab_size)
     for name in ("train.bin", "val.bin"):
         (folder / name).write_bytes(tokens.astype("<u2").tobytes())
@@ -288,7 +364,8 @@ def write_inputs(folder: Path, vocab_size: int) -> None:
 
 
 def write_llama_weights(folder: Path, config: Config) -> None:
-    """Write zero weights under Hugging Face's names; picotron reads their shapes and draws its own values."""
+    """Write zero weights under Hugging Face's names; picotron reads their shapes and draws its own
+    values."""
     zeros: dict[str, torch.Tensor] = {}
     for own_name, spec in parameter_specs(config).items():
         tensors = by_tensor(pieces(own_name, spec.shape, "llama", config.model))
@@ -305,13 +382,28 @@ def write_json_file(path: Path, value: Any) -> Path:
 
 
 def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length: int) -> None:
-    """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by themselves."""
-    model = {"type": "WordLevel", "vocab": {f"t{token}": token for token in range(vocab_size)}, "unk_token": "t0"}
-    parts: dict[str, Any] = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by
+    themselves."""
+    model = {
+        "type": "WordLevel",
+        "vocab": {f"t{token}": token for token in range(vocab_size)},
+        "unk_token": "t0",
+    }
+    parts: dict[str, Any] = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    )
     splitter = {"type": "WhitespaceSplit"}
-    tokenizer = {"version": "1.0", **parts, "added_tokens": [], "pre_tokenizer": splitter, "model": model}
+    tokenizer = {
+        "version": "1.0",
+        **parts,
+        "added_tokens": [],
+        "pre_tokenizer": splitter,
+        "model": model,
+    }
     write_json_file(folder / "tokenizer.json", tokenizer)
-    write_json_file(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json_file(
+        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
     tokens = tokens_of_texts(vocab_size)
     length = 16 * sequence_length + 1  # equal for all lines, because a batch becomes one array
     texts.mkdir(parents=True, exist_ok=True)

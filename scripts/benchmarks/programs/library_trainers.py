@@ -1,10 +1,12 @@
-"""Train with the loop of a library, Hugging Face's Trainer or litgpt's; needs that library and none of our packages.
+"""Train with the loop of a library, Hugging Face's Trainer or litgpt's; needs that library and none
+of our packages.
 
     python library_trainers.py trainer --config=config.json --data=train.bin --batch_size=2 --sequence_length=256
     python library_trainers.py litgpt --config=config.json --data=train.bin --batch_size=2 --sequence_length=256
 
-config.json is a Hugging Face configuration with its model_type, or holds arguments of litgpt.Config; train.bin holds
-16-bit tokens. Loop, log and optimizer are the library's, with its defaults except for the options below.
+config.json is a Hugging Face configuration with its model_type, or holds arguments of
+litgpt.Config; train.bin holds 16-bit tokens. Loop, log and optimizer are the library's, with its
+defaults except for the options below.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def trainer(options: argparse.Namespace, folder: str) -> None:
 
 
 def litgpt(options: argparse.Namespace, folder: str) -> None:
-    """Run `litgpt pretrain` until killed. Only the data module is ours, because litgpt's read other formats."""
+    """Run `litgpt pretrain` until killed. Only the data module is ours, because litgpt's read other
+    formats."""
     from litgpt import Config
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import DataModule
@@ -77,7 +80,9 @@ def litgpt(options: argparse.Namespace, folder: str) -> None:
     class TokenFile(DataModule):
         """Samples of a token file, each with the token after it."""
 
-        def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
+        def connect(
+            self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None
+        ) -> None:
             """Receive the sizes from litgpt."""
             assert max_seq_length is not None
             self._batch_size, self._length = batch_size, max_seq_length
@@ -88,7 +93,9 @@ def litgpt(options: argparse.Namespace, folder: str) -> None:
             count = (len(tokens) - 1) // self._length
             index = np.arange(count)[:, None] * self._length + np.arange(self._length + 1)
             samples = TensorDataset(torch.from_numpy(tokens[index]))
-            return DataLoader[Any](samples, self._batch_size, shuffle=True, drop_last=True, collate_fn=_stack)
+            return DataLoader[Any](
+                samples, self._batch_size, shuffle=True, drop_last=True, collate_fn=_stack
+            )
 
         val_dataloader = train_dataloader
 
@@ -122,16 +129,29 @@ def _stack(samples: list[tuple[Tensor]]) -> Tensor:
     return torch.stack([sample for (sample,) in samples])
 
 
-LIBRARIES: dict[str, Callable[[argparse.Namespace, str], None]] = {"trainer": trainer, "litgpt": litgpt}
+LIBRARIES: dict[str, Callable[[argparse.Namespace, str], None]] = {
+    "trainer": trainer,
+    "litgpt": litgpt,
+}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=LIBRARIES)
-    for name, kind in (("config", Path), ("data", Path), ("batch_size", int), ("sequence_length", int)):
+    for name, kind in (
+        ("config", Path),
+        ("data", Path),
+        ("batch_size", int),
+        ("sequence_length", int),
+    ):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is automatic mixed precision")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="bf16 is automatic mixed precision",
+    )
     parser.add_argument("--compile", action="store_true", help="Trainer: compile the model")
     parser.add_argument("--deepspeed", type=Path, help="Trainer: a DeepSpeed configuration")
     parser.add_argument("--tied", action="store_true", help="litgpt: tie the embeddings")

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node=2 on_cpu.py [--onednn] path/to/train.py ARGUMENTS
 
-Before the program starts, only what cannot run without a GPU is replaced: CUDA devices become the CPU, also those of
-autocast, DistributedDataParallel gets no device_ids, and packages that the program imports but does not use on a CPU
-(flash_attn), or uses only to read a local file (datasets), get a stand-in if they are not installed. During a step only
-the batch's .to(device) is intercepted. Computation, optimizer, communication and log are the program's own.
+Before the program starts, only what cannot run without a GPU is replaced: CUDA devices become the
+CPU, also those of autocast, DistributedDataParallel gets no device_ids, and packages that the
+program imports but does not use on a CPU (flash_attn), or uses only to read a local file
+(datasets), get a stand-in if they are not installed. During a step only the batch's .to(device) is
+intercepted. Computation, optimizer, communication and log are the program's own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _cuda_is_cpu() -> None:
         def on_cpu(*arguments: Any, **options: Any) -> Any:
             if is_cuda(options.get("device")):
                 options["device"] = "cpu"
-            return function(*("cpu" if is_cuda(argument) else argument for argument in arguments), **options)
+            return function(
+                *("cpu" if is_cuda(argument) else argument for argument in arguments), **options
+            )
 
         return on_cpu
 
@@ -91,7 +94,8 @@ def _unavailable(*_: Any, **__: Any) -> None:
 
 
 def _transformers_4() -> None:
-    """Give transformers 5 two names of transformers 4: batch_encode_plus of tokenizers, and rope_theta of Llama."""
+    """Give transformers 5 two names of transformers 4: batch_encode_plus of tokenizers, and
+    rope_theta of Llama."""
     if importlib.util.find_spec("transformers") is not None:
         from transformers import LlamaConfig, PreTrainedTokenizerBase
 
@@ -115,10 +119,14 @@ class Rows(list[dict[str, Any]]):
         """Return some rows."""
         return Rows(self[index] for index in indices)
 
-    def map(self, function: Callable[[list[str]], dict[str, Any]], input_columns: str, **_: Any) -> Rows:
+    def map(
+        self, function: Callable[[list[str]], dict[str, Any]], input_columns: str, **_: Any
+    ) -> Rows:
         """Return the rows that `function` makes from all texts."""
         made = function([row[input_columns] for row in self])
-        return Rows(dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True))
+        return Rows(
+            dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Interleave whole programs: start each, then let one at a time run a few steps while the others are stopped.
+"""Interleave whole programs: start each, then let one at a time run a few steps while the others
+are stopped.
 
-Programs are only observed from outside. A step ends when the program prints its log line. Time, CPU time and memory
-come from the clock and /proc, so that nothing is added to the program. Linux only.
+Programs are only observed from outside. A step ends when the program prints its log line. Time, CPU
+time and memory come from the clock and /proc, so that nothing is added to the program. Linux only.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Program:
         """Wait for `count` more steps to end.
 
         Raises:
-            ProgramError: if the program ends early, prints no step for too long, or prints a non-finite loss. All its
-                processes are killed.
+            ProgramError: if the program ends early, prints no step for too long, or prints a
+                non-finite loss. All its processes are killed.
         """
         wanted = len(self.losses) + count
         deadline = time.monotonic() + self._timeout_s
@@ -82,7 +83,9 @@ class Program:
                 raise self._failed(f"no step within {self._timeout_s:g} s; {self._last_words()}")
             seen = len(self.losses)
             if not self._read():
-                raise self._failed(f"ended with exit code {self._process.wait()}; {self._last_words()}")
+                raise self._failed(
+                    f"ended with exit code {self._process.wait()}; {self._last_words()}"
+                )
             if len(self.losses) > seen:
                 deadline = time.monotonic() + self._timeout_s
 
@@ -108,8 +111,13 @@ class Program:
         return ProgramError(reason)
 
     def _last_words(self) -> str:
-        """Return the first error that the program printed, or else its last lines, without folder names."""
-        lines = [line.strip() for line in self._errors.read_text("utf-8", "replace").splitlines() if line.strip()]
+        """Return the first error that the program printed, or else its last lines, without folder
+        names."""
+        lines = [
+            line.strip()
+            for line in self._errors.read_text("utf-8", "replace").splitlines()
+            if line.strip()
+        ]
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)]
         words = " / ".join(errors[:1] or [*self._tail, *lines[-3:]])
         return re.sub(r"(?<![\w.])/[\w.+/-]*/", "", words)[-400:] or "it said nothing"
@@ -142,7 +150,8 @@ class Program:
                 continue
 
     def _family(self) -> list[int]:
-        """Return the program's processes, parents first; torchrun starts each rank in its own session."""
+        """Return the program's processes, parents first; torchrun starts each rank in its own
+        session."""
         if self._process.poll() is not None:
             return []
         children: dict[int, list[int]] = {}
@@ -156,7 +165,8 @@ class Program:
         return family
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time so far of the processes that existed when the program was last resumed."""
+        """Return the CPU time so far of the processes that existed when the program was last
+        resumed."""
         fields = [_stat(pid) for pid in self._members]
         return sum((int(one[11]) + int(one[12])) / _TICKS_PER_S for one in fields if one)
 
@@ -168,7 +178,8 @@ class Program:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the name (state, parent, ...); empty if the process has ended."""
+    """Return the fields of /proc/<pid>/stat after the name (state, parent, ...); empty if the
+    process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -197,7 +208,12 @@ class Race:
         self._programs: dict[str, Program] = {}  # the newest start of each
         self._start_s: dict[str, list[float]] = {name: [] for name in commands}
         self.turns = Turns(
-            list(commands), self._turn, turns, main="step_s", max_others=max_others, failures=(ProgramError,)
+            list(commands),
+            self._turn,
+            turns,
+            main="step_s",
+            max_others=max_others,
+            failures=(ProgramError,),
         )
 
     def run(self, starts: int = 1) -> Iterator[None]:
@@ -214,7 +230,9 @@ class Race:
     def _start(self, name: str, keep: bool) -> None:
         before = time.perf_counter()
         file = "".join(character if character.isalnum() else "_" for character in name)
-        program = self._programs[name] = Program(self._commands[name], self._folder / f"{file}.err", self._timeout_s)
+        program = self._programs[name] = Program(
+            self._commands[name], self._folder / f"{file}.err", self._timeout_s
+        )
         try:
             program.steps(1)
             self._start_s[name].append(time.perf_counter() - before)
@@ -234,7 +252,9 @@ class Race:
         before, step_before = load(program.cpu_seconds()), len(program.losses)
         program.steps(self._steps)
         span = load(program.cpu_seconds()).since(before)
-        done = len(program.losses) - step_before  # more than requested if several log lines arrived together
+        done = (
+            len(program.losses) - step_before
+        )  # more than requested if several log lines arrived together
         program.stop()
         return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
 

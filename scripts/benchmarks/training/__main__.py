@@ -1,15 +1,17 @@
-"""Train the same model in many configurations, ours and PyTorch's, and compare step time, traffic and memory.
+"""Train the same model in many configurations, ours and PyTorch's, and compare step time, traffic
+and memory.
 
     torchrun --nproc-per-node=2 -m scripts.benchmarks.training --device=cpu --output=results.json
     torchrun --nproc-per-node=1 -m scripts.benchmarks.training --model=gpt2-124m --dtype=bf16
     torchrun --nproc-per-node=1 -m scripts.benchmarks.training --model=mistral-7b --dtype=bf16 --recompute
 
-All rows train the same model from the same weights on the same tokens in the same processes. They take turns of a few
-steps, so that other load on the machine affects all rows alike. Their losses must agree at every step; otherwise, or if
-a row fails, the exit code is 1. --layers=plain trains the peers' torch.nn modules with our engine, so that only the
-engine differs. On a shared machine, --max_others=0.05 waits for quiet moments, counts only turns in which other
-processes used at most 5 % of the CPUs, and repeats turns until enough count. Rank 0 prints Markdown tables and writes
-JSON to --output. docs/benchmarks.md explains rows, columns and keys. For peak memory on CPUs, see
+All rows train the same model from the same weights on the same tokens in the same processes. They
+take turns of a few steps, so that other load on the machine affects all rows alike. Their losses
+must agree at every step; otherwise, or if a row fails, the exit code is 1. --layers=plain trains
+the peers' torch.nn modules with our engine, so that only the engine differs. On a shared machine,
+--max_others=0.05 waits for quiet moments, counts only turns in which other processes used at most 5
+% of the CPUs, and repeats turns until enough count. Rank 0 prints Markdown tables and writes JSON
+to --output. docs/benchmarks.md explains rows, columns and keys. For peak memory on CPUs, see
 scripts.benchmarks.training.memory. Run from the checkout.
 """
 
@@ -47,7 +49,8 @@ from scripts.benchmarks.training.settings import (
     unavailable,
 )
 
-# Losses are near log(vocab_size), so 1e-5 is about 1e-6 relative. docs/benchmarks.md derives the bf16 tolerance.
+# Losses are near log(vocab_size), so 1e-5 is about 1e-6 relative. docs/benchmarks.md derives the
+# bf16 tolerance.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 BARE = "bare"
 FLOPS = ("causal", "full")  # attention
@@ -62,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
     measure.set_switches(options.threads, options.fp32_matmul)
     rows = {} if options.only == BARE else chosen(options, distributed.world_size)
     if any(row.changes.get("deterministic") for row in rows.values()):
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for all rows, before cuBLAS is first used
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+            ":4096:8"  # for all rows, before cuBLAS is first used
+        )
     missing = unavailable(rows, options, distributed.device)
     parameters = sum(spec.numel for spec in parameter_specs(config).values())
     if options.one_at_a_time is None:
@@ -77,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
     names = [name for name in rows if name not in missing] or [BARE]
     rounds = measure.Rounds(names, build, options, distributed)
     output = options.output if distributed.rank == 0 else None
-    head = describe(argv, options, distributed, parameters) | {"missing": {**missing, **torchtitan()}}
+    head = describe(argv, options, distributed, parameters) | {
+        "missing": {**missing, **torchtitan()}
+    }
     result: Result = {}
     for _ in rounds.run():  # a complete file after every turn, in case the run is cut short
         result = head | summary(rounds, rows, options, distributed)
@@ -88,12 +95,20 @@ def main(argv: Sequence[str]) -> int:
             measured[name] |= comparison
     if options.profile and options.device == "cuda":
         for name, contestant in rounds.contestants.items():
-            steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
+            steps = [
+                measure.make_tokens(options, step, distributed)
+                for step in range(options.steps_per_turn)
+            ]
             measured[name]["kernels_s"] = found = profile.kernels(contestant, steps)
             measured[name]["profile_s"] = profile.by_kind(found)
     elif options.profile:
-        steps = [measure.make_tokens(options, step, distributed) for step in range(options.steps_per_turn)]
-        for name, seconds in profile.profile_in_turns(rounds.contestants, [steps] * (options.turns + 1)).items():
+        steps = [
+            measure.make_tokens(options, step, distributed)
+            for step in range(options.steps_per_turn)
+        ]
+        for name, seconds in profile.profile_in_turns(
+            rounds.contestants, [steps] * (options.turns + 1)
+        ).items():
             measured[name]["profile_s"] = seconds
     if options.device == "cuda" and distributed.world_size == 1:
         for name in measured:
@@ -108,7 +123,9 @@ def main(argv: Sequence[str]) -> int:
     return verdict(result, distributed.rank)
 
 
-def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Distributed, parameters: int) -> Result:
+def describe(
+    argv: Sequence[str], options: argparse.Namespace, distributed: Distributed, parameters: int
+) -> Result:
     """Return the facts of the run that need no measurement."""
     machine: dict[str, Any] = {"load": os.getloadavg()}
     if options.device == "cuda":
@@ -119,7 +136,9 @@ def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Dist
     command = f"torchrun --nproc-per-node={distributed.world_size} -m scripts.benchmarks.training"
     return {
         "environment": environment(command, argv, machine),
-        "settings": {name: value for name, value in vars(options).items() if name not in ("output", "only")},
+        "settings": {
+            name: value for name, value in vars(options).items() if name not in ("output", "only")
+        },
         "ranks": distributed.world_size,
         "parameters": parameters,
         "peak_tflops": options.peak_tflops,
@@ -128,17 +147,32 @@ def describe(argv: Sequence[str], options: argparse.Namespace, distributed: Dist
 
 
 def summary(
-    rounds: measure.Rounds, rows: dict[str, Row], options: argparse.Namespace, distributed: Distributed
+    rounds: measure.Rounds,
+    rows: dict[str, Row],
+    options: argparse.Namespace,
+    distributed: Distributed,
 ) -> Result:
     """Return the results so far."""
     config = engine_config(options, distributed.world_size)
     ranks = distributed.world_size
     settings = vars(options)
-    flops = {kind: model_flops(config.model, config.batch.sequence_length, 1, kind == "full") for kind in FLOPS}
+    flops = {
+        kind: model_flops(config.model, config.batch.sequence_length, 1, kind == "full")
+        for kind in FLOPS
+    }
     tokens = distributed.data.world_size * tokens_per_rank(config)
-    measured = report.summarize(rounds.turns, rounds.books, ranks, tokens, flops, options.peak_tflops)
-    where = settings | {"ranks": "one" if ranks == 1 else "several", "accumulates": options.micro_batches > 1}
-    compared = [row["losses"] for name, row in measured.items() if name not in rows or rows[name].trains_the_model]
+    measured = report.summarize(
+        rounds.turns, rounds.books, ranks, tokens, flops, options.peak_tflops
+    )
+    where = settings | {
+        "ranks": "one" if ranks == 1 else "several",
+        "accumulates": options.micro_batches > 1,
+    }
+    compared = [
+        row["losses"]
+        for name, row in measured.items()
+        if name not in rows or rows[name].trains_the_model
+    ]
     return {
         "model_flops_per_token": flops,
         "largest_loss_difference": measure.largest_difference(compared),
@@ -152,7 +186,8 @@ def summary(
 def compare_weights(contestants: dict[str, measure.Contestant]) -> dict[str, dict[str, Any]]:
     """Compare each row's final weights with DDP's, or with plain torch's on one rank.
 
-    Hugging Face's rows are skipped, because their weights have other names. Without DDP or torch the result is empty.
+    Hugging Face's rows are skipped, because their weights have other names. Without DDP or torch
+    the result is empty.
     """
     reference = next((name for name in ("DDP", "torch") if name in contestants), None)
     if reference is None or len(contestants) < 2:

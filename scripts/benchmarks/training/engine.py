@@ -1,7 +1,7 @@
 """Our rows of the benchmark: the engine with its own layers or the peers' plain modules.
 
-A plain module becomes a layer by replacing its parameters with declared ones of the same names. A hook moves each new
-gradient from autograd into the stage's gradient buffer.
+A plain module becomes a layer by replacing its parameters with declared ones of the same names. A
+hook moves each new gradient from autograd into the stage's gradient buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from scripts.benchmarks.training.model import PlainGPT, parameter_specs
 def built(
     config: Config, distributed: Any, layers: Sequence[Layer] | None = None
 ) -> tuple[MultiStage, Optimizer, Kernels]:
-    """Return the engine of a configuration with initial weights. layers: replace the model's own."""
+    """Return the engine of a configuration with initial weights. layers: replace the model's
+    own."""
     kernels = choose_kernels(config, distributed.device)
     layers = layers or model_layers(config, kernels, distributed.tensor)
     durations = planned_durations(config, distributed.world_size, distributed.device.type)
@@ -49,27 +50,40 @@ def built(
 class Engine(Contestant):
     """The engine, driven by the training loop's `train_step`."""
 
-    def __init__(self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None) -> None:
+    def __init__(
+        self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None
+    ) -> None:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
-        if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":  # not --fp32_matmul=onednn
+        if (
+            distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16"
+        ):  # not --fp32_matmul=onednn
             use_library(library_for(config.performance.cpu_matmul))  # as the launcher does
         self.model, optimizer, kernels = built(config, distributed, layers)
         self._distributed, self._attention = distributed, kernels.attention
         batch = config.batch
         assert batch.batch_size
         self._tokens = batch.batch_size * batch.sequence_length
-        parts = dict(config=config, distributed=distributed, model=self.model, optimizer=optimizer, debugger=None)
+        parts = dict(
+            config=config,
+            distributed=distributed,
+            model=self.model,
+            optimizer=optimizer,
+            debugger=None,
+        )
         data = SimpleNamespace(counts=Counts(config))
         self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
         self._iteration = 0
         self._counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Train one step; return the mean loss over the tokens of all ranks, equal on every rank."""
+        """Train one step; return the mean loss over the tokens of all ranks, equal on every
+        rank."""
         traffic = self._run.distributed.traffic
         traffic.take()
         self._iteration += 1
-        batches = [HostBatch(part, len(part) * self._distributed.data.world_size) for part in micro_batches]
+        batches = [
+            HostBatch(part, len(part) * self._distributed.data.world_size) for part in micro_batches
+        ]
         loss = train_step(self._run, batches, self._iteration).loss / self._tokens
         sent = sum(kind.wire_bytes for name, kind in traffic.take().items() if name != "sum")
         self._counted_bytes = self._distributed.world_size * sent
@@ -81,13 +95,19 @@ class Engine(Contestant):
             stage.weights.wait()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (global name, full weight), valid until the next item. Every rank must iterate to the end."""
+        """Yield (global name, full weight), valid until the next item. Every rank must iterate to
+        the end."""
         return self.model.full_weights()
 
     def books(self) -> dict[str, Any]:
-        """Return state memory by kind, as printed at startup, the attention backend and the last step's traffic."""
+        """Return state memory by kind, as printed at startup, the attention backend and the last
+        step's traffic."""
         kinds = {row.kind: row.bytes for row in self.model.memory.table()}
-        return {"state_bytes_by_kind": kinds, "attention": self._attention, "wire_counted_bytes": self._counted_bytes}
+        return {
+            "state_bytes_by_kind": kinds,
+            "attention": self._attention,
+            "wire_counted_bytes": self._counted_bytes,
+        }
 
 
 class PlainEngine(Engine):
@@ -95,7 +115,12 @@ class PlainEngine(Engine):
 
     def __init__(self, config: Config, distributed: Distributed, model: PlainGPT) -> None:
         super().__init__(config, distributed, plain_layers(config, model))
-        for module in (module for stage in self.model.stages for layer in stage.layers for module in layer.modules()):
+        for module in (
+            module
+            for stage in self.model.stages
+            for layer in stage.layers
+            for module in layer.modules()
+        ):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, plain_parameter(cast(Parameter, parameter)))
 
@@ -107,8 +132,8 @@ class PlainEngine(Engine):
 def plain_parameter(placed: Parameter) -> nn.Parameter:
     """Return an ordinary parameter that shares an engine parameter's memory.
 
-    Autograd saves the weights of plain modules from forward to backward. ZeRO-3 gathers them again in between, and
-    `.data` hides that write from autograd.
+    Autograd saves the weights of plain modules from forward to backward. ZeRO-3 gathers them again
+    in between, and `.data` hides that write from autograd.
     """
 
     def move_gradient(parameter: Tensor) -> None:
@@ -135,19 +160,26 @@ def plain_layers(config: Config, model: PlainGPT) -> list[Layer]:
     head = PlainLayer(  # its loss is already scaled
         model.head,
         lambda module, hidden, batch: module(
-            hidden, batch.labels, model.embedding.word.weight if tied else None, batch.gradient_scale
+            hidden,
+            batch.labels,
+            model.embedding.word.weight if tied else None,
+            batch.gradient_scale,
         ),
     )
     if tied:
         head.borrows_from = (embedding,)
-    blocks = (PlainLayer(block, lambda module, hidden, batch: module(hidden)) for block in model.blocks)
+    blocks = (
+        PlainLayer(block, lambda module, hidden, batch: module(hidden)) for block in model.blocks
+    )
     return [embedding, *blocks, head]
 
 
 class PlainLayer(Layer):
     """A plain module as a layer. call: (module, hidden, micro-batch) -> output."""
 
-    def __init__(self, module: nn.Module, call: Callable[[Any, Tensor | None, MicroBatch], Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, call: Callable[[Any, Tensor | None, MicroBatch], Tensor]
+    ) -> None:
         super().__init__()
         self.module, self._call = module, call
 

@@ -1,4 +1,5 @@
-"""Turns of training rows: steps between two barriers, with the machine's counters read before and after."""
+"""Turns of training rows: steps between two barriers, with the machine's counters read before and
+after."""
 
 from __future__ import annotations
 
@@ -22,26 +23,31 @@ class Contestant:
     """A configuration that trains step by step; this one trains nothing and holds no state."""
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Train one step on this rank's micro-batches (b, s + 1); return its share of the mean loss, ()."""
+        """Train one step on this rank's micro-batches (b, s + 1); return its share of the mean
+        loss, ()."""
         return torch.zeros(())
 
     def finish(self) -> None:
-        """Wait for all work that the last step left in flight, so that it does not slow the next configuration."""
+        """Wait for all work that the last step left in flight, so that it does not slow the next
+        configuration."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full weight), valid until the next item. Every rank must iterate to the end."""
+        """Yield (name, full weight), valid until the next item. Every rank must iterate to the
+        end."""
         return iter(())
 
     def books(self) -> dict[str, Any]:
-        """Return figures that need no measurement: `state_bytes_by_kind` of this rank, and others."""
+        """Return figures that need no measurement: `state_bytes_by_kind` of this rank, and
+        others."""
         return {"state_bytes_by_kind": {}}
 
 
 class Rounds:
     """Interleaved turns of all rows.
 
-    By default, all rows are built at the start and stay alive until the end. With one_at_a_time, each row is rebuilt
-    for every turn, warmed up, and freed afterwards, so that every turn starts from the initial weights.
+    By default, all rows are built at the start and stay alive until the end. With one_at_a_time,
+    each row is rebuilt for every turn, warmed up, and freed afterwards, so that every turn starts
+    from the initial weights.
     """
 
     def __init__(
@@ -83,7 +89,9 @@ class Rounds:
             self._build(name)
             for index in range(options.warmup_turns * options.steps_per_turn):
                 self.contestants[name].step(make_tokens(options, index, self._distributed))
-            self._allocated[name] = torch.cuda.memory_allocated() - before  # with moments that the first step allocates
+            self._allocated[name] = (
+                torch.cuda.memory_allocated() - before
+            )  # with moments that the first step allocates
             return self._timed(name, turn + options.warmup_turns)
         finally:
             self.contestants.pop(name, None)
@@ -100,19 +108,30 @@ class Rounds:
     def _timed(self, name: str, turn: int) -> Figures:
         options, distributed = self._options, self._distributed
         first = turn * options.steps_per_turn
-        steps = [make_tokens(options, first + index, distributed) for index in range(options.steps_per_turn)]
-        if options.max_others is not None and turn >= options.warmup_turns and distributed.rank == 0:
+        steps = [
+            make_tokens(options, first + index, distributed)
+            for index in range(options.steps_per_turn)
+        ]
+        if (
+            options.max_others is not None
+            and turn >= options.warmup_turns
+            and distributed.rank == 0
+        ):
             wait_until_quiet(options.max_others)
         held_by_others = torch.cuda.memory_allocated() - self._allocated[name]
         figures = timed_turn(self.contestants[name], steps, distributed)
         if distributed.device.type == "cuda":
-            figures["peak_bytes"] = max(distributed.gather_objects(torch.cuda.max_memory_allocated() - held_by_others))
+            figures["peak_bytes"] = max(
+                distributed.gather_objects(torch.cuda.max_memory_allocated() - held_by_others)
+            )
             self._allocated[name] = torch.cuda.memory_allocated() - held_by_others
         self.books[name] = self.contestants[name].books()
         return figures
 
 
-def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distributed: Distributed) -> Figures:
+def timed_turn(
+    contestant: Contestant, steps: Sequence[Sequence[Tensor]], distributed: Distributed
+) -> Figures:
     """Time some steps between two barriers; return the same figures on every rank.
 
     Step time is the maximum over ranks. Traffic counts until all ranks are done.
@@ -136,28 +155,39 @@ def timed_turn(contestant: Contestant, steps: Sequence[Sequence[Tensor]], distri
     known = wire_before is not None and wire_after is not None and not on_gpu
     wire = (wire_after or 0) - (wire_before or 0) if known else None
     ranks = distributed.gather_objects([step_s, span, wire, [float(loss) for loss in losses]])
-    _, first, wire, _ = ranks[0]  # rank 0's view of the machine, because all ranks must count the same turns
+    _, first, wire, _ = ranks[
+        0
+    ]  # rank 0's view of the machine, because all ranks must count the same turns
     own_s = sum(Load(*rank[1]).own_s for rank in ranks)
     return {
         "step_s": max(rank[0] for rank in ranks),
         "cpu_s": own_s / len(steps),
         "others": Load(*first)._replace(own_s=own_s).others,
         "wire_bytes": None if wire is None else wire / len(steps),
-        "losses": [sum(one) / len(ranks) for one in zip(*(rank[-1] for rank in ranks), strict=True)],
+        "losses": [
+            sum(one) / len(ranks) for one in zip(*(rank[-1] for rank in ranks), strict=True)
+        ],
     }
 
 
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
-    """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the same."""
-    generator = torch.Generator().manual_seed(derive_seed(options.seed, "benchmark", step, distributed.data.rank))
+    """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the
+    same."""
+    generator = torch.Generator().manual_seed(
+        derive_seed(options.seed, "benchmark", step, distributed.data.rank)
+    )
     shape = (options.micro_batch_size, options.sequence_length + 1)
     pinned = distributed.device.type == "cuda"
-    tokens = (torch.randint(0, options.vocab_size, shape, generator=generator) for _ in range(options.micro_batches))
+    tokens = (
+        torch.randint(0, options.vocab_size, shape, generator=generator)
+        for _ in range(options.micro_batches)
+    )
     return [one.pin_memory() if pinned else one for one in tokens]  # as the data loader does
 
 
 def largest_difference(losses: Sequence[Sequence[float]]) -> float:
-    """Return the largest loss difference between any two rows at any step; infinity if a loss is not finite.
+    """Return the largest loss difference between any two rows at any step; infinity if a loss is
+    not finite.
 
     Counts the steps that all rows have made.
     """
@@ -166,10 +196,14 @@ def largest_difference(losses: Sequence[Sequence[float]]) -> float:
 
 
 def loopback_bytes() -> int | None:
-    """Return the bytes sent over the loopback device since boot by all processes, or None if unknown."""
+    """Return the bytes sent over the loopback device since boot by all processes, or None if
+    unknown."""
     try:
         with open("/proc/net/dev", encoding="ascii") as file:
-            fields = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in file)}
+            fields = {
+                name.strip(): values.split()
+                for name, _, values in (line.partition(":") for line in file)
+            }
         return int(fields["lo"][8])
     except (OSError, KeyError, IndexError, ValueError):
         return None
@@ -188,7 +222,8 @@ def set_switches(threads: int, fp32_matmul: str) -> None:
 
 
 def is_crowded(parameters: int, rows: int, device: torch.device) -> bool:
-    """Return whether this many rows, of at least 18 bytes per parameter, may not fit on the GPU together."""
+    """Return whether this many rows, of at least 18 bytes per parameter, may not fit on the GPU
+    together."""
     if device.type != "cuda":
         return False
     return 18 * parameters * rows > 0.5 * torch.cuda.get_device_properties(device).total_memory

@@ -1,7 +1,7 @@
 """The plain torch.nn model of the peers, in the shapes of Llama and GPT-2.
 
-The model computes the same function as `megatron_lite.model.gpt` from parameters of the same names, in ordinary torch,
-with the fastest variants measured (docs/benchmarks.md).
+The model computes the same function as `megatron_lite.model.gpt` from parameters of the same names,
+in ordinary torch, with the fastest variants measured (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -30,27 +30,41 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 Table = tuple[Tensor, Tensor]
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it, (t, v)."""
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, scale: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it,
+    (t, v)."""
     labels = labels[:, None]
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)  # cast and softmax in one pass
+    probabilities = torch.softmax(
+        logits, dim=-1, dtype=torch.float32
+    )  # cast and softmax in one pass
     at_label = probabilities.gather(-1, labels)
     loss = -at_label.log().sum(dtype=torch.float64)
-    gradient = probabilities.mul_(scale).scatter_add_(-1, labels, torch.zeros_like(at_label).sub_(scale))
+    gradient = probabilities.mul_(scale).scatter_add_(
+        -1, labels, torch.zeros_like(at_label).sub_(scale)
+    )
     return loss, gradient.to(logits.dtype)
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Output projection and loss in chunks of tokens, with all gradients computed in the forward pass.
+    """Output projection and loss in chunks of tokens, with all gradients computed in the forward
+    pass.
 
     Liger's fused linear cross-entropy and torchtitan's chunked loss work the same way.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, function: Callable[..., Any]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: Tensor | float,
+        function: Callable[..., Any],
     ) -> Tensor:
-        """Hidden (t, h), weight (v, h), labels (t,) -> `scale` times the summed loss; `function` computes one chunk."""
+        """Hidden (t, h), weight (v, h), labels (t,) -> `scale` times the summed loss; `function`
+        computes one chunk."""
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         tokens = chunk_tokens(hidden.shape[0], hidden.device)
@@ -74,12 +88,14 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def chunk_tokens(tokens: int, device: torch.device) -> int:
-    """Return the tokens per chunk: 256 on a CPU; on a GPU an eighth of all (as in torchtitan), at least 1024."""
+    """Return the tokens per chunk: 256 on a CPU; on a GPU an eighth of all (as in torchtitan), at
+    least 1024."""
     return 256 if device.type == "cpu" else max(1024, -(-tokens // 8))
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention, with rotary positions if given a table: (b, s, h) -> (b, s, h)."""
+    """Grouped-query causal attention, with rotary positions if given a table: (b, s, h) -> (b, s,
+    h)."""
 
     def __init__(self, config: ModelConfig, table: Table | None) -> None:
         super().__init__()
@@ -87,19 +103,30 @@ class Attention(nn.Module):
         self.sizes = (config.num_attention_heads, config.head_groups, config.head_groups)
         self.table, biases = table, bool(config.add_qkv_biases)
         query_size = config.num_attention_heads * config.kv_channels
-        self.query_key_value = nn.Linear(config.hidden_size, sum(self.sizes) * config.kv_channels, bias=biases)
+        self.query_key_value = nn.Linear(
+            config.hidden_size, sum(self.sizes) * config.kv_channels, bias=biases
+        )
         self.output = nn.Linear(query_size, config.hidden_size, bias=config.add_linear_biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
-        heads = self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)  # (b, n + 2 g, s, d)
+        heads = (
+            self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)
+        )  # (b, n + 2 g, s, d)
         query, key, value = heads.split(self.sizes, dim=1)
         if self.table is not None:
             query, key = rotate(query, self.table), rotate(key, self.table)
-        if query.is_cuda and query.dtype == torch.float32:  # no GPU kernel takes both fp32 and groups
-            key, value = (heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1) for heads in (key, value))
+        if (
+            query.is_cuda and query.dtype == torch.float32
+        ):  # no GPU kernel takes both fp32 and groups
+            key, value = (
+                heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1)
+                for heads in (key, value)
+            )
         grouped = key.shape[1] != query.shape[1]
-        context = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        context = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=grouped
+        )
         return self.output(context.transpose(1, 2).flatten(2))
 
 
@@ -119,7 +146,9 @@ class MLP(nn.Module):
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation_type]
         width = config.ffn_hidden_size * (2 if config.gated else 1)  # gate rows first
         self.up = nn.Linear(config.hidden_size, width, bias=bool(config.add_mlp_biases))
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=bool(config.add_mlp_biases))
+        self.down = nn.Linear(
+            config.ffn_hidden_size, config.hidden_size, bias=bool(config.add_mlp_biases)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.gated:
@@ -174,15 +203,20 @@ class Head(nn.Module):
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.function = loss_and_gradient  # for one chunk; compile_model replaces it
 
-    def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
-        """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h): the embedding of a tied model."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float
+    ) -> Tensor:
+        """Hidden (b, s, h) -> `scale` times the summed loss, (); `tied` (v, h): the embedding of a
+        tied model."""
         hidden, labels = self.norm(hidden).flatten(0, 1), labels.flatten()
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
         if self.loss == "full":
             logits = functional.linear(hidden, weight).float()
             return functional.cross_entropy(logits, labels, reduction="sum") * scale
-        if torch.is_autocast_enabled(hidden.device.type):  # autocast does not reach into ChunkedLoss
+        if torch.is_autocast_enabled(
+            hidden.device.type
+        ):  # autocast does not reach into ChunkedLoss
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return ChunkedLoss.apply(hidden, weight, labels, scale, self.function)
@@ -202,7 +236,10 @@ class PlainGPT(nn.Module):
         self.scale = 1.0 / tokens_per_rank(config)
         with torch.device("meta"):
             self.embedding = Embedding(model)
-            blocks = (Block(model, table if model.use_rotary_embeddings else None) for _ in range(model.num_layers))
+            blocks = (
+                Block(model, table if model.use_rotary_embeddings else None)
+                for _ in range(model.num_layers)
+            )
             self.blocks = nn.ModuleList(blocks)
             self.head = Head(model, loss)
 
@@ -222,15 +259,22 @@ def tokens_per_rank(config: Config) -> int:
 
 
 def parameter_specs(config: Config, parallel: TensorParallel = ALONE) -> dict[str, ParameterSpec]:
-    """Return the engine's declarations for this model by global name: shape, initial values, weight decay, split."""
+    """Return the engine's declarations for this model by global name: shape, initial values, weight
+    decay, split."""
     layers = build_gpt(config.model, config.batch.sequence_length, parallel=parallel)
     declared = [parameter for layer in layers for parameter in layer.parameters()]
-    return {parameter.spec.name: parameter.spec for parameter in declared if isinstance(parameter, Parameter)}
+    return {
+        parameter.spec.name: parameter.spec
+        for parameter in declared
+        if isinstance(parameter, Parameter)
+    }
 
 
 def initial_value(spec: ParameterSpec, config: Config, device: torch.device) -> Tensor:
     """Return the engine's initial values of one parameter, in fp32."""
-    generator = torch.Generator(device=device).manual_seed(derive_seed(config.distributed.seed, spec.name))
+    generator = torch.Generator(device=device).manual_seed(
+        derive_seed(config.distributed.seed, spec.name)
+    )
     value = torch.empty(spec.shape, device=device)
     spec.initializer.fill(value, generator)
     return value
@@ -244,8 +288,8 @@ def initialize(
 ) -> None:
     """Allocate a plain model, whole or sharded, and fill it with the engine's initial values.
 
-    Only one full parameter exists at a time, so that initialization needs no more memory than training. arrange:
-    reorders a named parameter's values.
+    Only one full parameter exists at a time, so that initialization needs no more memory than
+    training. arrange: reorders a named parameter's values.
     """
     specs = parameter_specs(config)
     module.to_empty(device=device)
@@ -253,6 +297,8 @@ def initialize(
         for name, parameter in module.named_parameters():
             value = arrange(name, initial_value(specs.pop(name), config, device))
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                value = distribute_tensor(
+                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
             parameter.copy_(value)
     assert not specs, f"the plain model lacks {sorted(specs)}"

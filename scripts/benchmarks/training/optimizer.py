@@ -3,10 +3,11 @@
     python -m scripts.benchmarks.training.optimizer --threads=1 --output=optimizer.json
     python -m scripts.benchmarks.training.optimizer --threads=2 --max_others=0.05
 
-Only the optimizer runs, in one process. Gradients are random and rescaled to the same norm before every step, untimed.
-Each of our rows takes turns with both peers, in rotating order, and ratios compare times within a turn. If a row and a
-peer compute the same update, their final weights must agree, or the exit code is 1. --max_others waits for and counts
-only turns in which other processes used at most that share of the CPUs. Prints a Markdown table. Run from the checkout.
+Only the optimizer runs, in one process. Gradients are random and rescaled to the same norm before
+every step, untimed. Each of our rows takes turns with both peers, in rotating order, and ratios
+compare times within a turn. If a row and a peer compute the same update, their final weights must
+agree, or the exit code is 1. --max_others waits for and counts only turns in which other processes
+used at most that share of the CPUs. Prints a Markdown table. Run from the checkout.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ ROWS = (
     Row("clip_grad=1 skip_bad_steps=1, none clipped", GUARDED, SMALL, CLIPPED),
     Row("clip_grad=0 adam_nesterov=1", {"clip_grad": 0.0, "adam_nesterov": True}, LARGE),
     Row("clip_grad=0 update_rms_clip=0.1", {"clip_grad": 0.0, "update_rms_clip": 0.1}, LARGE),
-    Row("clip_grad=0 clip_update_norm_sigma=3", {"clip_grad": 0.0, "clip_update_norm_sigma": 3.0}, LARGE),
+    Row(
+        "clip_grad=0 clip_update_norm_sigma=3",
+        {"clip_grad": 0.0, "clip_update_norm_sigma": 3.0},
+        LARGE,
+    ),
     Row("clip_grad=0 ema_type=ema", {"clip_grad": 0.0, "ema_type": "ema"}, LARGE),
 )
 
@@ -116,8 +121,12 @@ def peer(weights: dict[str, Tensor], clips: bool) -> Contestant:
     parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    gradients = [gradient for name in sorted(parameters) if (gradient := parameters[name].grad) is not None]
-    adamw = torch.optim.AdamW([*parameters.values()], lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True)
+    gradients = [
+        gradient for name in sorted(parameters) if (gradient := parameters[name].grad) is not None
+    ]
+    adamw = torch.optim.AdamW(
+        [*parameters.values()], lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True
+    )
 
     def update() -> None:
         if clips:
@@ -128,7 +137,8 @@ def peer(weights: dict[str, Tensor], clips: bool) -> Contestant:
 
 
 def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one row: its times, its peers' times, and the largest difference of final weights."""
+    """Return the figures of one row: its times, its peers' times, and the largest difference of
+    final weights."""
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
     own = ours(row, options, distributed)
@@ -157,7 +167,9 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     }
     if row.same_as is not None:
         theirs = contestants[row.same_as].weights
-        result["largest_difference"] = max(float((own.weights[name] - theirs[name]).abs().max()) for name in theirs)
+        result["largest_difference"] = max(
+            float((own.weights[name] - theirs[name]).abs().max()) for name in theirs
+        )
         result["steps"] = rounds * options.steps_per_turn
     distributed.close()
     return result
@@ -179,7 +191,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, help="default: that of llama-39m")
     parser.add_argument("--only", default="", help="run rows whose names contain this text")
     parser.add_argument(
-        "--max_others", type=float, help="count only turns during which other processes used less of the CPUs"
+        "--max_others",
+        type=float,
+        help="count only turns during which other processes used less of the CPUs",
     )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
@@ -193,12 +207,25 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     # One process per row: memory freed by an earlier row made later rows up to a third slower.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])  # slow imports
+    context.set_forkserver_preload(
+        ["torch", "scripts.benchmarks.training.settings"]
+    )  # slow imports
     with context.Pool(1, maxtasksperchild=1) as pool:
-        rows = {row.name: pool.apply(measure, (row, options)) for row in ROWS if options.only in row.name}
+        rows = {
+            row.name: pool.apply(measure, (row, options))
+            for row in ROWS
+            if options.only in row.name
+        }
     parameters = next(iter(rows.values()))["parameters"]
     about = f"{options.threads} thread(s), {parameters:,} parameters in fp32; "
-    publish("python -m scripts.benchmarks.training.optimizer", argv, options, rows, table(rows, COLUMNS), about=about)
+    publish(
+        "python -m scripts.benchmarks.training.optimizer",
+        argv,
+        options,
+        rows,
+        table(rows, COLUMNS),
+        about=about,
+    )
     # Each update moves a weight by about the rate; rounding must stay far below.
     wrong = {
         name: row["largest_difference"]

@@ -1,7 +1,9 @@
-"""The peers: the plain torch.nn model and Hugging Face's, in one process, under DDP and under FSDP2.
+"""The peers: the plain torch.nn model and Hugging Face's, in one process, under DDP and under
+FSDP2.
 
-Peers run as their documentation recommends: fused AdamW, gradients as views of DDP's buckets, `no_sync`, one FSDP2
-group per block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and the fastest attention kernels on a GPU.
+Peers run as their documentation recommends: fused AdamW, gradients as views of DDP's buckets,
+`no_sync`, one FSDP2 group per block, autocast or FSDP2's MixedPrecisionPolicy for bf16, and the
+fastest attention kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.export_folder import their_tensor
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from scripts.benchmarks.training.measure import Contestant
-from scripts.benchmarks.training.model import PlainGPT, initial_value, initialize, parameter_specs, tokens_per_rank
+from scripts.benchmarks.training.model import (
+    PlainGPT,
+    initial_value,
+    initialize,
+    parameter_specs,
+    tokens_per_rank,
+)
 
 PRODUCTS = "products"  # the row without training
 
@@ -39,11 +47,16 @@ PRODUCTS = "products"  # the row without training
 class Row:
     """One row of the table: a model, its trainer, and whether it is compiled."""
 
-    trainer: str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP", "torch PP" or "products"
+    trainer: (
+        str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP", "torch PP" or "products"
+    )
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
-    changes: Mapping[str, Any] = field(default_factory=dict)  # engine options of our rows, and of their peers
-    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every micro-batch
+    changes: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # engine options of our rows, and of their peers
+    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every
+    # micro-batch
     reshard: bool = True
     separate_ends: bool = False
     sync: bool = True
@@ -58,7 +71,8 @@ class Row:
 
 
 class Peer(Contestant):
-    """A peer ready to train with the usual loop: zero_grad, backward per micro-batch, clip, step."""
+    """A peer ready to train with the usual loop: zero_grad, backward per micro-batch, clip,
+    step."""
 
     def __init__(
         self,
@@ -73,12 +87,16 @@ class Peer(Contestant):
         self._device = distributed.device
         self._module = module
         self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
-        self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(module, FSDPModule)
+        self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(
+            module, FSDPModule
+        )
         self._patch = patch
         options = config.optimizer
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # norms and biases are not decayed
         for parameter in module.parameters():
-            groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(parameter)
+            groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(
+                parameter
+            )
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": some, "weight_decay": options.weight_decay if decayed else 0.0}
@@ -91,12 +109,17 @@ class Peer(Contestant):
         )
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Train one step on micro-batches (b, s + 1); return the mean loss over this rank's tokens, ()."""
+        """Train one step on micro-batches (b, s + 1); return the mean loss over this rank's tokens,
+        ()."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
         for index, part in enumerate(micro_batches):
             part = part.to(self._device, non_blocking=True)
-            with self._synchronized(index == len(micro_batches) - 1), fastest_attention(self._device), self._patch():
+            with (
+                self._synchronized(index == len(micro_batches) - 1),
+                fastest_attention(self._device),
+                self._patch(),
+            ):
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
                 value.backward()
@@ -126,7 +149,10 @@ class Peer(Contestant):
         """Yield (the peer's own name, full weight). Every rank must iterate to the end."""
         for name, parameter in self._module.named_parameters():
             value = parameter.detach()
-            yield name.removeprefix("module."), value.full_tensor() if isinstance(value, DTensor) else value
+            yield (
+                name.removeprefix("module."),
+                value.full_tensor() if isinstance(value, DTensor) else value,
+            )
 
     def books(self) -> dict[str, Any]:
         """Return this rank's memory by kind between steps, without temporaries."""
@@ -137,14 +163,19 @@ class Peer(Contestant):
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "Adam moments": [value for value in states if value.dim() > 0],
         }
-        return {"state_bytes_by_kind": {kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()}}
+        return {
+            "state_bytes_by_kind": {
+                kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()
+            }
+        }
 
 
 class Products(Contestant):
-    """Output, input gradient and weight gradient of every linear layer and of the head, by torch.mm: a lower bound.
+    """Output, input gradient and weight gradient of every linear layer and of the head, by
+    torch.mm: a lower bound.
 
-    Each layer has its own weights and gradients, which come from memory as in a step. Attention's own products are not
-    included. Nothing is trained, so there is no loss.
+    Each layer has its own weights and gradients, which come from memory as in a step. Attention's
+    own products are not included. Nothing is trained, so there is no loss.
     """
 
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
@@ -160,7 +191,9 @@ class Products(Contestant):
             and (not name.startswith("embedding.") or (tied and name == "embedding.word.weight"))
         ]
         self._gradients = [torch.empty_like(weight) for weight in self._weights]
-        self._wide = functools.cache(matrix)  # inputs and output gradients (tokens, width), drawn at the first call
+        self._wide = functools.cache(
+            matrix
+        )  # inputs and output gradients (tokens, width), drawn at the first call
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Compute all products once per micro-batch; return 0."""
@@ -183,7 +216,12 @@ def fastest_attention(device: torch.device) -> AbstractContextManager[Any]:
     """Prefer cuDNN attention over flash attention on a GPU, as torchtitan does."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     return sdpa_kernel(order, set_priority=True)
 
 
@@ -196,11 +234,17 @@ class HuggingFace(nn.Module):
     def __init__(self, config: Config, attention: str, device: torch.device) -> None:
         super().__init__()
         transformers = importlib.import_module("transformers")
-        values = hugging_face_config(config, {}) | {"dtype": "float32", "torch_dtype": "float32", "use_cache": False}
+        values = hugging_face_config(config, {}) | {
+            "dtype": "float32",
+            "torch_dtype": "float32",
+            "use_cache": False,
+        }
         architecture = values.pop("model_type")
         described = transformers.AutoConfig.for_model(architecture, **values)
         with torch.device(device):
-            self.model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation=attention)
+            self.model = transformers.AutoModelForCausalLM.from_config(
+                described, attn_implementation=attention
+            )
         self.model.train()
         self.tokens = tokens_per_rank(config)
         with torch.no_grad():
@@ -217,9 +261,14 @@ class HuggingFace(nn.Module):
         return body.h if hasattr(body, "h") else body.layers
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        # shift_labels: the labels are shifted already; the summed loss is divided by num_items_in_batch.
+        # shift_labels: the labels are shifted already; the summed loss is divided by
+        # num_items_in_batch.
         output = self.model(
-            input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=self.tokens, use_cache=False
+            input_ids=tokens,
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=self.tokens,
+            use_cache=False,
         )
         return output.loss
 
@@ -227,11 +276,14 @@ class HuggingFace(nn.Module):
 def liger_kernels(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
     """Put Liger's kernels into a Hugging Face model; return the context in which they are active.
 
-    Liger also replaces functions of transformers' module. Outside the context other rows find its own.
+    Liger also replaces functions of transformers' module. Outside the context other rows find its
+    own.
     """
     module = importlib.import_module(type(model).__module__)
     before, kind = dict(vars(module)), module.__name__.rpartition("_")[2]  # modeling_llama: llama
-    getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")(model=model)
+    getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")(
+        model=model
+    )
     changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
     vars(module).update({name: before[name] for name in changed if name in before})
     return functools.partial(mock.patch.dict, vars(module), changed)
@@ -249,28 +301,35 @@ def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend
         model.forward = torch.compile(model.forward, **options)  # type: ignore[method-assign]
         return
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=isinstance(model, PlainGPT), **options)
+        block.forward = torch.compile(
+            block.forward, fullgraph=isinstance(model, PlainGPT), **options
+        )
     if isinstance(model, PlainGPT):
         model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
 
 
 def shard_mesh(distributed: Distributed) -> DeviceMesh:
-    """Return the mesh that FSDP2 shards over: all ranks, (N,), or those of hybrid shards, (R, S)."""
+    """Return the mesh that FSDP2 shards over: all ranks, (N,), or those of hybrid shards, (R,
+    S)."""
     shard = distributed.shard
     replicate = distributed.replicate
     kind = distributed.device.type
     if replicate.world_size == 1:
         return DeviceMesh.from_group(distributed.group, kind)
     ranks = torch.arange(distributed.world_size).view(replicate.world_size, shard.world_size)
-    return DeviceMesh.from_group([replicate.group, shard.group], kind, ranks, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(
+        [replicate.group, shard.group], kind, ranks, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Distributed) -> Peer:
-    """Build a row of PyTorch's: a plain or Hugging Face model in one process, under DDP or under FSDP2.
+    """Build a row of PyTorch's: a plain or Hugging Face model in one process, under DDP or under
+    FSDP2.
 
-    DDP has gradients as bucket views. FSDP2 is used as documented: one group per block; the rest is in the root's
-    group, which stays gathered. With `separate_ends` embedding and head are separate groups, so that every weight is
-    freed after its forward pass. With --data_parallel_shard its mesh has two dimensions (HSDP).
+    DDP has gradients as bucket views. FSDP2 is used as documented: one group per block; the rest is
+    in the root's group, which stays gathered. With `separate_ends` embedding and head are separate
+    groups, so that every weight is freed after its forward pass. With --data_parallel_shard its
+    mesh has two dimensions (HSDP).
     """
     device = distributed.device
     model: PlainGPT | HuggingFace
@@ -288,7 +347,11 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
         policy = MixedPrecisionPolicy()
         if config.distributed.training_dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        ends = [model.embedding, model.head] if row.separate_ends and isinstance(model, PlainGPT) else []
+        ends = (
+            [model.embedding, model.head]
+            if row.separate_ends and isinstance(model, PlainGPT)
+            else []
+        )
         for layer in (*ends, *model.blocks):
             fully_shard(layer, mesh=mesh, reshard_after_forward=row.reshard, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -296,5 +359,7 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
         initialize(model, config, device)
     module: nn.Module = model
     if row.trainer == "DDP":
-        module = DistributedDataParallel(model, process_group=distributed.group, gradient_as_bucket_view=True)
+        module = DistributedDataParallel(
+            model, process_group=distributed.group, gradient_as_bucket_view=True
+        )
     return Peer(config, distributed, module, patch, keep_gradients=not row.sync)

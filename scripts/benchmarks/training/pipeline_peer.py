@@ -1,7 +1,8 @@
 """The pipeline peer: the plain model under the schedules of `torch.distributed.pipelining`.
 
-As in PyTorch's tutorial and torchtitan: a rank's chunks are `PipelineStage`s, the last chunk returns logits, the loss
-function takes them, and gradient norms are summed over the ranks before clipping.
+As in PyTorch's tutorial and torchtitan: a rank's chunks are `PipelineStage`s, the last chunk
+returns logits, the loss function takes them, and gradient norms are summed over the ranks before
+clipping.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import functional
 
 from megatron_lite.config import Config
@@ -31,7 +36,8 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Chunk(nn.Module):
-    """Consecutive blocks, with the embedding before the first and the norm and products of the head after the last."""
+    """Consecutive blocks, with the embedding before the first and the norm and products of the head
+    after the last."""
 
     def __init__(self, model: PlainGPT, blocks: range) -> None:
         super().__init__()
@@ -54,7 +60,9 @@ class Chunk(nn.Module):
 class PipelinePeer(Peer):
     """This rank's chunks, trained by a schedule of torch's."""
 
-    def __init__(self, config: Config, distributed: Distributed, schedule: str, placement: str) -> None:
+    def __init__(
+        self, config: Config, distributed: Distributed, schedule: str, placement: str
+    ) -> None:
         model, pipeline = PlainGPT(config, "full", distributed.device), distributed.pipeline
         initialize(model, config, distributed.device)
         placed = place(pipeline.world_size, config.model.num_layers + 2, schedule, placement)
@@ -67,7 +75,9 @@ class PipelinePeer(Peer):
         self._is_last = len(ends) - 1 in own
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            summed = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            summed = functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+            )
             return summed * model.scale
 
         stages = [
@@ -75,7 +85,9 @@ class PipelinePeer(Peer):
             for chunk, index in zip(chunks, own, strict=True)
         ]
         batches = config.batch.sequential_micro_batches
-        made = SCHEDULES[schedule](stages if len(own) > 1 else stages[0], batches, loss_fn=loss, scale_grads=False)
+        made = SCHEDULES[schedule](
+            stages if len(own) > 1 else stages[0], batches, loss_fn=loss, scale_grads=False
+        )
         self._schedule: Any = made
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -87,13 +99,17 @@ class PipelinePeer(Peer):
         self._schedule.step(*((tokens,) if self._is_first else ()), **targets, return_outputs=False)
         self.clip(self._config.optimizer.clip_grad)
         self.optimizer.step()
-        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+        loss = (
+            torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+        )
         dist.all_reduce(loss, group=self._group)
         return loss
 
     def clip(self, max_norm: float) -> None:
         """Clip the norm of the gradients of all ranks."""
         parameters = [*self._module.parameters()]
-        total = torch.nn.utils.get_total_norm([it.grad for it in parameters if it.grad is not None]).square()
+        total = torch.nn.utils.get_total_norm(
+            [it.grad for it in parameters if it.grad is not None]
+        ).square()
         dist.all_reduce(total, group=self._group)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.sqrt())

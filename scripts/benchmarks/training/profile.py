@@ -1,7 +1,8 @@
-"""The time of a step by kind of operation or by kernel, from PyTorch's profiler around turns of each row.
+"""The time of a step by kind of operation or by kernel, from PyTorch's profiler around turns of
+each row.
 
-The profiler slows every operation slightly. `rest` is the time outside operations: Python, autograd and, with several
-ranks, waiting for other ranks.
+The profiler slows every operation slightly. `rest` is the time outside operations: Python, autograd
+and, with several ranks, waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ REST = "rest"
 KINDS = {
     "attention": ("scaled_dot_product",),
     PRODUCTS: ("::mm", "::addmm", "::bmm", "::baddbmm"),
-    "norms": ("layer_norm", "rms_norm", "vector_norm", "_foreach_norm"),  # of activations and of the gradient
+    "norms": (
+        "layer_norm",
+        "rms_norm",
+        "vector_norm",
+        "_foreach_norm",
+    ),  # of activations and of the gradient
     "optimizer": ("fused_adamw", "_foreach"),
     "activation": ("gelu", "silu", "sigmoid", "addcmul"),
     "compiled": ("## call", "torch-compiled region", "compiledfunction"),
     OTHERS: ("aten::",),
 }
-# The same for kernels: PyTorch's, cuBLAS's and cuDNN's, ours, and those that torch.compile generates.
+# The same for kernels: PyTorch's, cuBLAS's and cuDNN's, ours, and those that torch.compile
+# generates.
 KERNELS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
     PRODUCTS: ("nvjet", "gemm", "cutlass", "splitk"),
@@ -75,10 +82,12 @@ def _profile(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[
 
 
 def kernels(contestant: Contestant, steps: Sequence[Sequence[Tensor]]) -> dict[str, float]:
-    """Return the seconds that each kernel takes in a step on the GPU, the longest first, `rest` included.
+    """Return the seconds that each kernel takes in a step on the GPU, the longest first, `rest`
+    included.
 
-    The host runs ahead of the device, so `rest`, the time of the step in which no kernel runs, is small unless the host
-    is the slower one; kernels on several streams at once make it smaller still.
+    The host runs ahead of the device, so `rest`, the time of the step in which no kernel runs, is
+    small unless the host is the slower one; kernels on several streams at once make it smaller
+    still.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         before = time.perf_counter()
@@ -105,6 +114,9 @@ def by_kind(kernels_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def kind_of(operation: str, kinds: Mapping[str, Sequence[str]] = KINDS) -> str | None:
-    """Return the kind of an operation or a kernel by its name; None for events that are not operations."""
+    """Return the kind of an operation or a kernel by its name; None for events that are not
+    operations."""
     lower = operation.lower()
-    return next((kind for kind, parts in kinds.items() if any(part in lower for part in parts)), None)
+    return next(
+        (kind for kind, parts in kinds.items() if any(part in lower for part in parts)), None
+    )

@@ -1,6 +1,7 @@
 """Results of the training benchmark: rates, goals, and tables.
 
-The JSON file is rewritten after every turn. Besides the keys of every result (scripts/benchmarks/results.py) it has:
+The JSON file is rewritten after every turn. Besides the keys of every result
+(scripts/benchmarks/results.py) it has:
 
 - `ranks`
 - `parameters` of the model
@@ -9,7 +10,8 @@ The JSON file is rewritten after every turn. Besides the keys of every result (s
 - `peak_rss_bytes`: peak resident memory of each rank (meaningful with one row only)
 - `largest_loss_difference` of any two rows at any step
 - `loss_tolerance`
-- `goals`: lines with the goals that no report judges and their measured values; empty if sizes were changed
+- `goals`: lines with the goals that no report judges and their measured values; empty if sizes were
+  changed
 
 Keys of one row (a spread is null if no turn counts):
 
@@ -29,7 +31,8 @@ Keys of one row (a spread is null if no turn counts):
 - `wire_bytes`, measured median; null on GPUs and with one rank
 - `wire_counted_bytes`, counted by the engine in the last step (our rows only)
 - `losses` at every step, with the warm-up (except one at a time)
-- `weights_difference`: largest difference of any final weight from DDP's (one rank: plain torch's); fp32, side by side
+- `weights_difference`: largest difference of any final weight from DDP's (one rank: plain torch's);
+  fp32, side by side
 - `weights_equal`: whether all final weights are bit-identical
 - `state_bytes` of one rank
 - `scratch_bytes`
@@ -102,13 +105,18 @@ def summarize(
             "others": spread_of(record.every("others")),
             "tokens_per_s": speed,
             "tokens_per_s_per_rank": speed and speed / ranks,
-            "peak_bytes": max((figures.get("peak_bytes", 0) for figures in record.turns if figures), default=0) or None,
+            "peak_bytes": max(
+                (figures.get("peak_bytes", 0) for figures in record.turns if figures), default=0
+            )
+            or None,
             "wire_bytes": statistics.median(wire) if wire and ranks > 1 else None,
             "losses": [loss for losses in record.every("losses") for loss in losses],
             "state_bytes": sum(kinds.values()) - scratch,
             "scratch_bytes": scratch,
             **known[name],
-            "ratios": {other: turns.ratio(name, other) for other in REFERENCES if other in turns.sound()},
+            "ratios": {
+                other: turns.ratio(name, other) for other in REFERENCES if other in turns.sound()
+            },
         }
         for suffix, kind in (("", "causal"), ("_full", "full")):
             row[f"model_tflops{suffix}"] = tflops = speed and speed / ranks * flops[kind] / 1e12
@@ -117,11 +125,20 @@ def summarize(
     return result
 
 
-# -- goals -----------------------------------------------------------------------------------------------------------
+# -- goals
+# -----------------------------------------------------------------------------------------------------------
 
 
-def _goals(row: str, peers: Sequence[str], goal: float, moonshot: float | None = None, **where: Any) -> list[Goal]:
-    known = {"device": "cpu", "model": "llama-39m", "dtype": "fp32", "accumulates": False, "ranks": "several"}
+def _goals(
+    row: str, peers: Sequence[str], goal: float, moonshot: float | None = None, **where: Any
+) -> list[Goal]:
+    known = {
+        "device": "cpu",
+        "model": "llama-39m",
+        "dtype": "fp32",
+        "accumulates": False,
+        "ranks": "several",
+    }
     known["data_parallel_shard"] = 0
     return [Goal(row, f"/ {peer}", goal, moonshot, where=known | where) for peer in peers]
 
@@ -146,7 +163,8 @@ GOALS = (
 )
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 def time_columns(parameters: int) -> Iterator[Column]:
@@ -184,7 +202,10 @@ def to_markdown(result: Result) -> str:
         "",
         *table(rows, time_columns(result["parameters"])),
         "",
-        *table(rows, (number(f"{kind}, MiB", f"{kind}_bytes", ".2f", 1 / MIB, zero=True) for kind in MEMORY)),
+        *table(
+            rows,
+            (number(f"{kind}, MiB", f"{kind}_bytes", ".2f", 1 / MIB, zero=True) for kind in MEMORY),
+        ),
         "",
         *([*profiled, ""] if (profiled := profile_table(rows)) else []),
         f"largest difference between losses at any step: {result['largest_loss_difference']:.1e} "
@@ -198,9 +219,15 @@ def to_markdown(result: Result) -> str:
 def profile_table(rows: Rows) -> list[str]:
     """Return the lines of a table of ms by kind of operation; empty if no row has a profile."""
     profiled = {name: row["profile_s"] for name, row in rows.items() if "profile_s" in row}
-    kinds = list(dict.fromkeys(kind for parts in profiled.values() for kind in parts if parts[kind]))
+    kinds = list(
+        dict.fromkeys(kind for parts in profiled.values() for kind in parts if parts[kind])
+    )
     lines = [
-        [name, f"{1000 * sum(parts.values()):.0f}", *(f"{1000 * parts.get(kind, 0):.1f}" for kind in kinds)]
+        [
+            name,
+            f"{1000 * sum(parts.values()):.0f}",
+            *(f"{1000 * parts.get(kind, 0):.1f}" for kind in kinds),
+        ]
         for name, parts in profiled.items()
     ]
     return markdown_table(("", "profiled step, ms", *kinds), lines) if lines else []

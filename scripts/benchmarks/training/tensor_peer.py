@@ -1,8 +1,10 @@
-"""The tensor-parallel peer: the plain model under `torch.distributed.tensor.parallel.parallelize_module`.
+"""The tensor-parallel peer: the plain model under
+`torch.distributed.tensor.parallel.parallelize_module`.
 
-As in PyTorch's tutorial and torchtitan: column- and row-parallel products, vocabulary-parallel embedding and head,
-`loss_parallel`, and with sequence parallelism `SequenceParallel` norms and `PrepareModuleInput`. Query, key and value
-stay fused, and so do gate and up; their rows are ordered by rank, so that each rank holds whole heads.
+As in PyTorch's tutorial and torchtitan: column- and row-parallel products, vocabulary-parallel
+embedding and head, `loss_parallel`, and with sequence parallelism `SequenceParallel` norms and
+`PrepareModuleInput`. Query, key and value stay fused, and so do gate and up; their rows are ordered
+by rank, so that each rank holds whole heads.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from scripts.benchmarks.training.peers import Peer
 class SplitHead(Head):
     """The vocabulary-parallel head, under `loss_parallel`."""
 
-    def forward(self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor, tied: Tensor | None, scale: Tensor | float
+    ) -> Tensor:
         assert self.output is not None
         logits = self.output(self.norm(hidden)).flatten(0, 1).float()
         loss = functional.cross_entropy(logits, labels.flatten(), reduction="sum") * scale
@@ -46,12 +50,20 @@ class TensorPeer(Peer):
 
     def clip(self, max_norm: float) -> None:
         """Clip like `clip_grad_norm_`, which cannot mix DTensors and plain tensors."""
-        gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-        kinds = [[one for one in gradients if isinstance(one, DTensor) == kind] for kind in (False, True)]
+        gradients = [
+            parameter.grad for parameter in self._module.parameters() if parameter.grad is not None
+        ]
+        kinds = [
+            [one for one in gradients if isinstance(one, DTensor) == kind] for kind in (False, True)
+        ]
         norms = [torch.nn.utils.get_total_norm(kind) for kind in kinds if kind]
-        total = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in norms]).norm()
+        total = torch.stack(
+            [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+        ).norm()
         for kind in (False, True):
-            parameters = [one for one in self._module.parameters() if isinstance(one, DTensor) == kind]
+            parameters = [
+                one for one in self._module.parameters() if isinstance(one, DTensor) == kind
+            ]
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
 
 
@@ -80,13 +92,18 @@ def plan(splits_tokens: bool) -> dict[str, ParallelStyle]:
         "blocks.*.attention.output": RowwiseParallel(output_layouts=residual),
         "blocks.*.mlp.up": ColwiseParallel(),
         "blocks.*.mlp.down": RowwiseParallel(output_layouts=residual),
-        "head.output": ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False),
+        "head.output": ColwiseParallel(
+            input_layouts=residual, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if splits_tokens:
         norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "head.norm")
         branches = ("blocks.*.attention", "blocks.*.mlp")
         styles |= {name: SequenceParallel() for name in norms}
-        styles |= {name: PrepareModuleInput(input_layouts=residual, desired_input_layouts=whole) for name in branches}
+        styles |= {
+            name: PrepareModuleInput(input_layouts=residual, desired_input_layouts=whole)
+            for name in branches
+        }
     return styles
 
 

@@ -1,4 +1,5 @@
-"""Attention against the explicit softmax in float64: every backend, windows, documents, leaks and kept memory."""
+"""Attention against the explicit softmax in float64: every backend, windows, documents, leaks and
+kept memory."""
 
 import contextlib
 import dataclasses
@@ -40,7 +41,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a problem; `lengths` are those of the documents in the flattened micro-batch, b s tokens in all."""
+    """Sizes of a problem; `lengths` are those of the documents in the flattened micro-batch, b s
+    tokens in all."""
 
     b: int
     n: int
@@ -52,11 +54,17 @@ class Case:
     scale: float | None = None
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-        """Return query, key and value (b, n or g, s, d) as views of one projection, and a gradient of the output."""
+        """Return query, key and value (b, n or g, s, d) as views of one projection, and a gradient
+        of the output."""
         generator = torch.Generator().manual_seed(seed)
-        projection = torch.randn(self.b, self.s, self.n + 2 * self.g, self.d, generator=generator).to(dtype)
+        projection = torch.randn(
+            self.b, self.s, self.n + 2 * self.g, self.d, generator=generator
+        ).to(dtype)
         grad = torch.randn(self.b, self.n, self.s, self.d, generator=generator).to(dtype)
-        return [*(part.transpose(1, 2) for part in projection.split([self.n, self.g, self.g], dim=2)), grad]
+        return [
+            *(part.transpose(1, 2) for part in projection.split([self.n, self.g, self.g], dim=2)),
+            grad,
+        ]
 
     def documents(self, device: str = "cpu") -> Documents | None:
         if self.lengths is None:
@@ -66,20 +74,32 @@ class Case:
 
     def allowed(self) -> Tensor:
         """Return which position looks at which, (b, s, s)."""
-        document = torch.repeat_interleave(torch.tensor(self.lengths or [self.s] * self.b)).view(self.b, self.s)
+        document = torch.repeat_interleave(torch.tensor(self.lengths or [self.s] * self.b)).view(
+            self.b, self.s
+        )
         distance = torch.arange(self.s)[:, None] - torch.arange(self.s)
         causal = (distance >= 0) & (distance < (self.window or self.s))
         return causal & (document[:, :, None] == document[:, None])
 
-    def attend(self, inputs: Sequence[Tensor], backend: str, *dropout: Any, device: str = "cpu", **more: Any) -> Tensor:
+    def attend(
+        self,
+        inputs: Sequence[Tensor],
+        backend: str,
+        *dropout: Any,
+        device: str = "cpu",
+        **more: Any,
+    ) -> Tensor:
         """Compute attention of query, key and value; `dropout`: probability and seed."""
         p, seed = dropout or (0.0, None)
         documents = self.documents(device)
         more["scale"] = self.scale
-        return attention(*inputs, self.window, p, seed, backend=backend, documents=documents, **more)
+        return attention(
+            *inputs, self.window, p, seed, backend=backend, documents=documents, **more
+        )
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return attention (b, n, s, d); `kept` (b, n, s, s) are the factors of dropout on the probabilities."""
+        """Return attention (b, n, s, d); `kept` (b, n, s, s) are the factors of dropout on the
+        probabilities."""
         repeats = self.n // self.g
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
@@ -104,7 +124,9 @@ CASES = [
 ]
 
 
-def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False) -> None:
+def compare(
+    case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", softmax_in_fp32: bool = False
+) -> None:
     """Compare output and gradients with the formula in float64 on the same rounded values."""
     *inputs, grad = case.inputs(dtype)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
@@ -114,20 +136,24 @@ def compare(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu", s
     output = case.attend(ours, backend, device=device, softmax_in_fp32=softmax_in_fp32)
     assert output.shape == formula.shape and output.dtype == dtype
     output.backward(grad.to(device))
-    for mine, reference in zip([output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True):
+    for mine, reference in zip(
+        [output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True
+    ):
         close(cast(Tensor, mine), cast(Tensor, reference), dtype)
 
 
 @dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
-    """Grouped queries, odd sizes, windows and documents across, at and near the borders of blocks."""
+    """Grouped queries, odd sizes, windows and documents across, at and near the borders of
+    blocks."""
     compare(case, dtype, "math")
     if dtype != torch.float32:
         compare(case, dtype, "math", softmax_in_fp32=True)
 
 
-# Sequences at the borders of those that `cpu.py` computes in pieces, with the last piece full or not.
+# Sequences at the borders of those that `cpu.py` computes in pieces, with the last piece full or
+# not.
 IN_PIECES = [
     Case(1, 4, 2, 255, 16),
     Case(2, 4, 2, 256, 5, scale=0.3),
@@ -142,17 +168,24 @@ IN_PIECES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", [*(case for case in CASES if not (case.window or case.lengths)), *IN_PIECES], ids=str)
+@pytest.mark.parametrize(
+    "case", [*(case for case in CASES if not (case.window or case.lengths)), *IN_PIECES], ids=str
+)
 def test_flash_attention_on_a_cpu_equals_the_formula(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, with grouped queries, odd sizes and another scale, whole and in pieces."""
+    """Forward and backward, with grouped queries, odd sizes and another scale, whole and in
+    pieces."""
     monkeypatch.setattr(attention_cpu, "LEAST_WORK", 0)
     compare(case, dtype, "flash")
 
 
-@pytest.mark.parametrize("case", [Case(2, 4, 2, 300, 16), Case(1, 4, 2, 1024, 8), Case(1, 2, 2, 1100, 16)], ids=str)
-def test_flash_attention_on_a_cpu_rounds_bf16_as_the_formula_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case", [Case(2, 4, 2, 300, 16), Case(1, 4, 2, 1024, 8), Case(1, 2, 2, 1100, 16)], ids=str
+)
+def test_flash_attention_on_a_cpu_rounds_bf16_as_the_formula_does(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At lengths that fp32 computes in pieces and at longer ones; its bits repeat."""
     monkeypatch.setattr(attention_cpu, "LEAST_WORK", 0)
     compare(case, BF16, "flash")
@@ -172,8 +205,11 @@ DROPOUT_CASES = [
 @dtypes
 @pytest.mark.parametrize("softmax_in_fp32", [False, True])
 @pytest.mark.parametrize("case", DROPOUT_CASES, ids=str)
-def test_dropout_equals_the_formula_with_the_same_mask(case: Case, softmax_in_fp32: bool, dtype: torch.dtype) -> None:
-    """Zero queries look at their keys alike, and values that are the rows of a unit matrix show who was dropped."""
+def test_dropout_equals_the_formula_with_the_same_mask(
+    case: Case, softmax_in_fp32: bool, dtype: torch.dtype
+) -> None:
+    """Zero queries look at their keys alike, and values that are the rows of a unit matrix show who
+    was dropped."""
     dropout_p, seed = 0.3, 5
     zeros = [torch.zeros(case.b, heads, case.s, case.s) for heads in (case.n, case.g)]
     seen = case.attend([*zeros, torch.eye(case.s).expand_as(zeros[1])], "math", dropout_p, seed)
@@ -200,7 +236,9 @@ THREADED_CASES = [
 ]
 
 
-def results(case: Case, backend: str, dropout_p: float = 0.0, dtype: torch.dtype = FP32) -> list[Tensor]:
+def results(
+    case: Case, backend: str, dropout_p: float = 0.0, dtype: torch.dtype = FP32
+) -> list[Tensor]:
     """Return output and gradients."""
     *inputs, grad = case.inputs(dtype)
     ours = [tensor.requires_grad_() for tensor in inputs]
@@ -222,7 +260,8 @@ def torch_threads(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("case", THREADED_CASES, ids=str)
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_attention_with_threads(backend: str, case: Case) -> None:
-    """Both implementations equal the formula with 2 and 3 threads, and repeat their bits with as many threads."""
+    """Both implementations equal the formula with 2 and 3 threads, and repeat their bits with as
+    many threads."""
     if backend == "flash" and (case.window or case.lengths):
         pytest.skip("flash takes neither windows nor documents")
     for threads in (2, 3):
@@ -238,21 +277,25 @@ def test_attention_with_threads(backend: str, case: Case) -> None:
 def test_the_bits_do_not_depend_on_the_size_of_a_chunk(
     case: Case, dropout_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One head of one document at a time gives the bits, dropout masks included, of everything at once.
+    """One head of one document at a time gives the bits, dropout masks included, of everything at
+    once.
 
     With several threads the BLAS shares a product by its size, which changes the last bits.
     """
     with torch_threads(1):
         expected = results(case, "math", dropout_p)
         for scores in (1, 30_000, 2**30):
-            monkeypatch.setattr(attention_blocks, "scores_at_a_time", lambda on_gpu, scores=scores: scores)
+            monkeypatch.setattr(
+                attention_blocks, "scores_at_a_time", lambda on_gpu, scores=scores: scores
+            )
             for one, other in zip(expected, results(case, "math", dropout_p), strict=True):
                 assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])
 def test_chunks_cover_every_document_and_head_once(groups: int) -> None:
-    """Samples form one chunk, as do neighbouring documents of equal length, if their scores are few enough."""
+    """Samples form one chunk, as do neighbouring documents of equal length, if their scores are few
+    enough."""
     chunks_of = attention_blocks.chunks_of
     assert len(chunks_of([256] * 4, None, 24, groups, 64, 2**30)) == 1
     for lengths in ([256] * 5, [3, 3, 7, 3, 0, 90, 7, 3, 90, 50]):
@@ -266,15 +309,23 @@ def test_chunks_cover_every_document_and_head_once(groups: int) -> None:
             ]
             starts = [sum(lengths[:i]) for i in range(len(lengths))]
             pieces = zip(starts, lengths, strict=True)
-            assert sorted(found) == sorted((s, n, head) for s, n in pieces if n for head in range(groups))
+            assert sorted(found) == sorted(
+                (s, n, head) for s, n in pieces if n for head in range(groups)
+            )
             for chunk in chunks:
-                largest = max(block.scores for block in attention_blocks.blocks_of_a_document(chunk.length, 50, 64))
+                largest = max(
+                    block.scores
+                    for block in attention_blocks.blocks_of_a_document(chunk.length, 50, 64)
+                )
                 assert chunk.pairs == 1 or chunk.pairs * (24 // groups) * largest <= scores
 
 
 def upcast(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Attention as in models that cast queries and keys to fp32 for scores and softmax, differentiated by torch."""
-    scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    """Attention as in models that cast queries and keys to fp32 for scores and softmax,
+    differentiated by torch."""
+    scores = (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
+        ~allowed, float("-inf")
+    )
     return scores.softmax(-1).to(v.dtype) @ v
 
 
@@ -305,13 +356,18 @@ def test_softmax_in_fp32_on_a_cpu() -> None:
         (
             {"training_dtype": "bf16", "attention_dropout": 0.1},
             (9, 0),
-            ["--attention_dropout=0.1: only the math .* 10 to 50 times .* write --attention_dropout=0"],
+            [
+                "--attention_dropout=0.1: only the math .* 10 to 50 times .* write --attention_dropout=0"
+            ],
         ),
         ({"attention_dropout": 0.1}, None, []),
     ],
 )
 def test_what_is_slow_on_a_gpu_is_said(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], capability: tuple[int, int] | None, said: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    capability: tuple[int, int] | None,
+    said: list[str],
 ) -> None:
     """With the flag to write instead; on a CPU (None) these cost little."""
     monkeypatch.setattr(banner, "free_bytes", lambda device: 2**40)
@@ -323,9 +379,9 @@ def test_what_is_slow_on_a_gpu_is_said(
 
 
 def test_softmax_in_fp32_is_fp32_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With products in bf16, as on a GPU, the output does not change, because its scores are always in fp32. The
-    gradients of queries and keys equal the formula with casts and are twice as close to float64 as with score gradients
-    rounded to bf16.
+    """With products in bf16, as on a GPU, the output does not change, because its scores are always
+    in fp32. The gradients of queries and keys equal the formula with casts and are twice as close
+    to float64 as with score gradients rounded to bf16.
     """
     case = Case(1, 2, 2, 60, 16)
     *inputs, grad = case.inputs(BF16)
@@ -347,7 +403,9 @@ def test_softmax_in_fp32_is_fp32_backward_too(monkeypatch: pytest.MonkeyPatch) -
     for rounded, precise, reference, formula in zip(*gradients, exact, strict=True):
         assert float((precise - reference).norm()) <= 2e-3 * float(reference.norm())
         if formula is not exact[2]:
-            error, half = (float((found - cast(Tensor, formula.grad)).norm()) for found in (rounded, precise))
+            error, half = (
+                float((found - cast(Tensor, formula.grad)).norm()) for found in (rounded, precise)
+            )
             assert half < 0.6 * error
 
 
@@ -367,14 +425,20 @@ def test_gradients_of_float64_are_derivatives() -> None:
     inputs = [tensor.requires_grad_() for tensor in case.inputs(torch.float64)[:3]]
     for dropout_p, seed in ((0.0, None), (0.4, 7)):
         assert torch.autograd.gradcheck(
-            lambda q, k, v, p=dropout_p, seed=seed: attention(q, k, v, 3, p, seed, documents=case.documents()), inputs
+            lambda q, k, v, p=dropout_p, seed=seed: attention(
+                q, k, v, 3, p, seed, documents=case.documents()
+            ),
+            inputs,
         )
 
 
-@pytest.mark.parametrize("backend", ["math", *(pytest.param(b, marks=gpu) for b in ("varlen", "flex"))])
+@pytest.mark.parametrize(
+    "backend", ["math", *(pytest.param(b, marks=gpu) for b in ("varlen", "flex"))]
+)
 @pytest.mark.parametrize("window", [None, 50])
 def test_nothing_leaks_between_documents(backend: str, window: int | None) -> None:
-    """Changing one document, even to NaN, changes no bit of another document's outputs and gradients."""
+    """Changing one document, even to NaN, changes no bit of another document's outputs and
+    gradients."""
     device = "cpu" if backend == "math" else "cuda"
     case = Case(2, 4, 2, 200, 16, window, (90, 3, 107, 150, 50))
     changed = slice(90, 93)  # of the first sample
@@ -397,12 +461,15 @@ def test_nothing_leaks_between_documents(backend: str, window: int | None) -> No
             assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(None, None), (3, None), (None, (2, 5, 7)), (2, (6, 1, 7))])
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(None, None), (3, None), (None, (2, 5, 7)), (2, (6, 1, 7))]
+)
 @pytest.mark.parametrize("rotary", [True, False])
 def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
     rotary: bool, window: int | None, lengths: tuple[int, ...] | None
 ) -> None:
-    """Keep the projection's (n + 2 g) d values per token: no rotated or repeated heads, masks or probabilities."""
+    """Keep the projection's (n + 2 g) d values per token: no rotated or repeated heads, masks or
+    probabilities."""
     b = 2
     s = 7
     n = 4
@@ -414,8 +481,12 @@ def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
     with saved_tensors() as kept:
         table = rotary_table(s, d, 100.0, torch.device("cpu")) if rotary else None
         query, key, value = split_heads(linear(torch.ones(b, s, 5), weight), n, g, table)
-        output = attention(query, key, value, window, 0.0, None, backend="math", documents=documents)
-    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        output = attention(
+            query, key, value, window, 0.0, None, backend="math", documents=documents
+        )
+    memories = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+    }
     assert query.untyped_storage().data_ptr() in memories
     assert sum(memories.values()) == 4 * (b * s * 5 + b * s * (n + 2 * g) * d)
     output.sum().backward()
@@ -424,7 +495,8 @@ def test_one_copy_of_query_key_and_value_is_all_that_is_kept(
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_memory_is_linear_in_the_sequence(dropout_p: float) -> None:
-    """Memory never reaches one byte per pair of positions, so there is no mask and no probabilities."""
+    """Memory never reaches one byte per pair of positions, so there is no mask and no
+    probabilities."""
     s = 5000
     inputs = [tensor.requires_grad_() for tensor in Case(1, 1, 1, s, 8).inputs(torch.float32)[:3]]
     with PeakMeter() as meter:
@@ -443,7 +515,9 @@ def test_dropout_drops_probabilities() -> None:
     q = torch.zeros(2, 1, 200, 4)
     k = torch.zeros(2, 1, 200, 4)
     v = torch.ones(2, 1, 200, 4)
-    kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]  # kept share of each row's equal probabilities, / 0.75
+    kept = attention(q, k, v, None, 0.25, 3)[
+        :, 0, :, 0
+    ]  # kept share of each row's equal probabilities, / 0.75
     assert abs(float(kept[:, 100:].mean()) - 1) < 0.01 and not torch.equal(kept[0], kept[1])
 
 
@@ -495,7 +569,9 @@ def test_automatic_choice(choice: str, machine: Machine, work: dict[str, Any]) -
 
 def chosen(wanted: str, machine: Machine, **work: Any) -> str:
     device = torch.device("cuda" if machine.capability else "cpu")
-    return choose_attention(wanted, device, Work(**(dict(dtype=BF16, head_size=128) | work)), machine)
+    return choose_attention(
+        wanted, device, Work(**(dict(dtype=BF16, head_size=128) | work)), machine
+    )
 
 
 @pytest.mark.parametrize(
@@ -530,12 +606,16 @@ def test_a_backend_that_cannot_do_it_is_refused(
     wanted: str, machine: Machine, work: dict[str, Any], reason: str
 ) -> None:
     """The message names flag, value, reason and fix."""
-    with pytest.raises(UsageError, match=f"^--attention_backend={wanted}: .*{reason}.*; leave the flag out"):
+    with pytest.raises(
+        UsageError, match=f"^--attention_backend={wanted}: .*{reason}.*; leave the flag out"
+    ):
         chosen(wanted, machine, **work)
 
 
 def test_a_plan_looks_at_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "machine_of", lambda device: pytest.fail("looked at the device"))
+    monkeypatch.setattr(
+        attention_choice, "machine_of", lambda device: pytest.fail("looked at the device")
+    )
     assert chosen("auto", attention_choice.PLANNED_GPU) == "cudnn"
     assert chosen("auto", attention_choice.PLANNED_GPU, windowed=True) == "varlen"
 
@@ -545,7 +625,9 @@ FUSED_CASES = [case for case in CASES if case.s > 1]
 
 @pytest.mark.parametrize("says_grouped", [True, False])
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
-def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_gets_the_right_arguments(
+    case: Case, says_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A varlen_attn written in torch stands in for the real one, which needs a GPU."""
 
     def written_out(
@@ -568,9 +650,15 @@ def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeyp
         parts = []
         for start, end in zip(starts_q.tolist(), starts_q.tolist()[1:], strict=False):
             assert end - start <= max_q
-            whole = Case(1, case.n, case.g, end - start, case.d, None if left < 0 else left + 1, scale=scale)
+            whole = Case(
+                1, case.n, case.g, end - start, case.d, None if left < 0 else left + 1, scale=scale
+            )
             assert right == 0
-            parts.append(whole.formula(*(t[start:end].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1))
+            parts.append(
+                whole.formula(*(t[start:end].transpose(0, 1)[None] for t in (q, k, v)))[
+                    0
+                ].transpose(0, 1)
+            )
         return torch.cat(parts)
 
     monkeypatch.setattr(attention_gpu, "_varlen", lambda: (written_out, says_grouped))
@@ -579,8 +667,11 @@ def test_varlen_gets_the_right_arguments(case: Case, says_grouped: bool, monkeyp
     torch.testing.assert_close(output, case.formula(*inputs))
 
 
-def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The switch of the process is set once for a run of calls, and set back for the next backend."""
+def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The switch of the process is set once for a run of calls, and set back for the next
+    backend."""
     calls: list[str] = []
     active: list[str | None] = [None]
 
@@ -614,40 +705,56 @@ def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(mon
     assert calls == ["FA3", "restore", "FA3"]
 
 
-@pytest.mark.parametrize(("listed", "installed"), [(["FA3"], True), (["FA3"], False), (["FA4"], True)])
+@pytest.mark.parametrize(
+    ("listed", "installed"), [(["FA3"], True), (["FA3"], False), (["FA4"], True)]
+)
 def test_flash3_is_offered_where_torch_and_the_package_have_it(
     listed: list[str], installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are needed; neither is imported to find out."""
-    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: listed, raising=False)
+    monkeypatch.setattr(
+        torch.nn.attention, "list_flash_attention_impls", lambda: listed, raising=False
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert attention_choice._has_flash3() == ("FA3" in listed and installed)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="older torch")
-@pytest.mark.parametrize("case", [Case(2, 8, 2, 256, 64, 100), Case(2, 8, 2, 256, 64, None, (100, 156, 256))], ids=str)
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="older torch"
+)
+@pytest.mark.parametrize(
+    "case", [Case(2, 8, 2, 256, 64, 100), Case(2, 8, 2, 256, 64, None, (100, 156, 256))], ids=str
+)
 def test_varlen_keeps_query_key_value_output_and_a_number_per_row(case: Case) -> None:
-    """torch's own function accepts our arguments and is differentiable, on tensors without memory."""
+    """torch's own function accepts our arguments and is differentiable, on tensors without
+    memory."""
     b = case.b
     n = case.n
     g = case.g
     s = case.s
     d = case.d
-    projection = torch.empty(b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    projection = torch.empty(
+        b, s, n + 2 * g, d, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     with saved_tensors() as kept:
         parts = [part.transpose(1, 2) for part in projection.split([n, g, g], dim=2)]
         output = case.attend(parts, "varlen", device="meta")
-    assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), "(b, s, n d) must be a view"
+    assert output.shape == (b, n, s, d) and output.transpose(1, 2).is_contiguous(), (
+        "(b, s, n d) must be a view"
+    )
     views = [tensor for tensor in kept if tensor._base is projection]  # three views of one memory
     others = [tensor for tensor in kept if tensor._base is not projection and tensor.numel() > 4]
-    assert len(views) == 3 and sum(tensor.nbytes for tensor in others) == b * s * (n * d * 2 + n * 4)
+    assert len(views) == 3 and sum(tensor.nbytes for tensor in others) == b * s * (
+        n * d * 2 + n * 4
+    )
     output.sum().backward()
     assert projection.grad is not None and projection.grad.shape == projection.shape
 
 
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
 def test_blocks_of_flex_attention_cover_what_is_allowed(case: Case) -> None:
-    """Full blocks hold only allowed pairs; full and partial blocks hold all of them; each block is listed once."""
+    """Full blocks hold only allowed pairs; full and partial blocks hold all of them; each block is
+    listed once."""
     starts = getattr(case.documents(), "starts", None)
     lowest = attention_gpu.lowest_keys(starts, case.b, case.s, case.window, torch.device("cpu"))
     allowed = case.allowed()
@@ -672,7 +779,10 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
 
     monkeypatch.setattr(attention_gpu, "_compiled_flex", lambda: module.flex_attention)
-    for case in (Case(2, 4, 2, 300, 16, 150, scale=0.1), Case(2, 4, 2, 300, 16, None, (100, 200, 300))):
+    for case in (
+        Case(2, 4, 2, 300, 16, 150, scale=0.1),
+        Case(2, 4, 2, 300, 16, None, (100, 200, 300)),
+    ):
         inputs = case.inputs(torch.float32)[:3]
         with torch.no_grad():
             output = case.attend(inputs, "flex")
@@ -684,7 +794,8 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fused_attention_allows_one_kernel_and_restores_the_switches(
     monkeypatch: pytest.MonkeyPatch, backend: str, fails: bool
 ) -> None:
-    """Only the wanted kernel may run, and other code of the process finds the switches as they were."""
+    """Only the wanted kernel may run, and other code of the process finds the switches as they
+    were."""
     cuda = torch.backends.cuda
     seen: list[tuple[bool, ...]] = []
 
@@ -710,7 +821,9 @@ def test_fused_attention_allows_one_kernel_and_restores_the_switches(
     assert seen == [(backend == "cudnn", backend == "flash", False, False)]
 
 
-@pytest.mark.parametrize("case", [case for case in FUSED_CASES if not (case.window or case.lengths)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in FUSED_CASES if not (case.window or case.lengths)], ids=str
+)
 def test_fused_attention_handles_groups(case: Case) -> None:
     """torch's flash kernel for a CPU stands in for that of a GPU."""
     inputs = case.inputs(torch.float32)[:3]
@@ -736,7 +849,8 @@ GPU_CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ATTENTION_BACKENDS[1:]])
 def test_backends_on_a_gpu_equal_the_formula(backend: str, dtype: torch.dtype) -> None:
-    """Compare every backend with float64 on the CPU, forward and backward, in what it claims to support."""
+    """Compare every backend with float64 on the CPU, forward and backward, in what it claims to
+    support."""
     refusals = []
     for case in GPU_CASES:
         window = None if (case.window or case.s) >= case.s else case.window
@@ -751,7 +865,9 @@ def test_backends_on_a_gpu_equal_the_formula(backend: str, dtype: torch.dtype) -
         pytest.skip(refusals[0])
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("flash4", "flash", "varlen", "flex", "math")])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=gpu) for b in ("flash4", "flash", "varlen", "flex", "math")]
+)
 def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None:
     machine = attention_choice.machine_of(torch.device("cuda"))
     work = Work(BF16, 64, deterministic=True)
@@ -768,12 +884,17 @@ def test_deterministic_backends_repeat_their_bits_on_a_gpu(backend: str) -> None
             runs.append([output, *torch.autograd.grad(output, ours, grad)])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(runs[0], run, strict=True))
+    assert all(
+        torch.equal(one, other) for run in runs[1:] for one, other in zip(runs[0], run, strict=True)
+    )
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=gpu) for b in ("varlen", "flex", "auto")])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=gpu) for b in ("varlen", "flex", "auto")]
+)
 def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> None:
-    """Mistral's attention, window 4096 over 8192 tokens, keeps query, key, value, output and a number per row."""
+    """Mistral's attention, window 4096 over 8192 tokens, keeps query, key, value, output and a
+    number per row."""
     n = 32
     g = 8
     s = 8192
@@ -787,11 +908,14 @@ def test_windowed_attention_keeps_no_probabilities_on_a_gpu(backend: str) -> Non
     theory = s * n * d * 2 + s * n * 4
     assert theory <= torch.cuda.memory_allocated() - before < theory + 2**21
     output.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 2**30, "all probabilities in fp32 would take 6.4 GB"
+    assert torch.cuda.max_memory_allocated() - before < 2**30, (
+        "all probabilities in fp32 would take 6.4 GB"
+    )
 
 
 def test_a_candidate_that_does_not_work_is_passed_over() -> None:
-    """A library may refuse for a reason unknown to the table: `auto` tries the next one and takes "math" untried."""
+    """A library may refuse for a reason unknown to the table: `auto` tries the next one and takes
+    "math" untried."""
     tried: list[str] = []
 
     def works(backend: str) -> bool:
@@ -815,16 +939,21 @@ def test_the_trial_tells_what_works() -> None:
     assert reason is not None and reason.startswith("RuntimeError: ")
 
 
-# -- one new token --------------------------------------------------------------------------------------------------
+# -- one new token
+# --------------------------------------------------------------------------------------------------
 
 
 @dtypes
 @pytest.mark.parametrize(
     ("n", "g", "k", "scale"), [(4, 2, 9, None), (6, 6, 1, None), (4, 1, 200, 0.1), (9, 3, 70, None)]
 )
-def test_cached_attention_equals_the_formula(n: int, g: int, k: int, scale: float | None, dtype: torch.dtype) -> None:
+def test_cached_attention_equals_the_formula(
+    n: int, g: int, k: int, scale: float | None, dtype: torch.dtype
+) -> None:
     """Grouped heads, one and many keys, another scale."""
-    query, key, value = (randn(3, heads, length, 8).to(dtype) for heads, length in ((n, 1), (g, k), (g, k)))
+    query, key, value = (
+        randn(3, heads, length, 8).to(dtype) for heads, length in ((n, 1), (g, k), (g, k))
+    )
     output = cached_attention(query, key, value, scale)
     keys, values = (heads.double().repeat_interleave(n // g, 1) for heads in (key, value))
     exact = (query.double() @ keys.transpose(2, 3) * (scale or 8**-0.5)).softmax(-1) @ values
@@ -834,7 +963,8 @@ def test_cached_attention_equals_the_formula(n: int, g: int, k: int, scale: floa
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_token_by_token_equals_all_at_once(window: int | None) -> None:
-    """Training's attention over 20 tokens equals attention token by token over the keys that each may look at."""
+    """Training's attention over 20 tokens equals attention token by token over the keys that each
+    may look at."""
     query, key, value = (randn(2, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
     whole = attention(query, key, value, window, 0.0, None, backend="math", scale=0.2)
     for i in range(20):
@@ -843,7 +973,8 @@ def test_token_by_token_equals_all_at_once(window: int | None) -> None:
         close(one, whole[:, :, i : i + 1], torch.float32)
 
 
-# -- pieces on a CPU ------------------------------------------------------------------------------------------------
+# -- pieces on a CPU
+# ------------------------------------------------------------------------------------------------
 
 
 class KernelCalls(TorchDispatchMode):
@@ -853,7 +984,9 @@ class KernelCalls(TorchDispatchMode):
         super().__init__()
         self.scores: dict[bool, list[int]] = {False: [], True: []}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
             query, key = args[1:3] if name.endswith("_backward") else args[:2]
@@ -861,9 +994,14 @@ class KernelCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("s", "forward", "backward"), [(256, 0.63, 0.75), (512, 0.57, 0.63), (1024, 1.0, 0.57)])
-def test_flash_attention_on_a_cpu_leaves_out_much_of_the_future(s: int, forward: float, backward: float) -> None:
-    """Pieces compute this share of the scores of all queries and keys; causal attention needs half of them."""
+@pytest.mark.parametrize(
+    ("s", "forward", "backward"), [(256, 0.63, 0.75), (512, 0.57, 0.63), (1024, 1.0, 0.57)]
+)
+def test_flash_attention_on_a_cpu_leaves_out_much_of_the_future(
+    s: int, forward: float, backward: float
+) -> None:
+    """Pieces compute this share of the scores of all queries and keys; causal attention needs half
+    of them."""
     heads = split_heads(torch.randn(1, s, 3 * 8 * 64, requires_grad=True) * 1, 8, 8, None)
     with KernelCalls() as calls:
         attention(*heads, None, 0.0, None, backend="flash").sum().backward()
@@ -873,7 +1011,8 @@ def test_flash_attention_on_a_cpu_leaves_out_much_of_the_future(s: int, forward:
 
 @pytest.mark.parametrize("shape", [(2, 8, 2, 256, 64), (1, 2, 2, 40, 8)], ids=str)
 def test_gradients_of_flash_attention_on_a_cpu_are_joined(shape: tuple[int, ...]) -> None:
-    """The gradient of the projection holds those of query, key and value, computed in pieces or not."""
+    """The gradient of the projection holds those of query, key and value, computed in pieces or
+    not."""
     b, n, g, s, d = shape
     projection = torch.randn(b, s, (n + 2 * g) * d, requires_grad=True)
     heads = split_heads(projection * 1, n, g, None)
@@ -882,4 +1021,6 @@ def test_gradients_of_flash_attention_on_a_cpu_are_joined(shape: tuple[int, ...]
     leaves = [head.detach().requires_grad_() for head in heads]
     again = attention(*leaves, None, 0.0, None, backend="flash")
     parts = torch.autograd.grad(again, leaves, torch.ones_like(again))
-    assert torch.equal(grad.view(b, s, -1, d), torch.cat([part.transpose(1, 2) for part in parts], dim=2))
+    assert torch.equal(
+        grad.view(b, s, -1, d), torch.cat([part.transpose(1, 2) for part in parts], dim=2)
+    )
