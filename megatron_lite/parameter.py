@@ -148,9 +148,8 @@ class Parameter(torch.nn.Parameter):
     later: list[Callable[[], None]] | None = (
         None  # collects products for weight gradients; None: compute them at once
     )
-    casts: dict[
-        str, Any
-    ]  # what layers derive from the weights in the stage's buffer; emptied by the next gather
+    # what layers derive from the weights in the stage's buffer; emptied by the next gather
+    casts: dict[str, Any]
 
     def begin_gradient(self) -> bool:
         """Return whether the next contribution is the first, which overwrites; later ones add."""

@@ -168,9 +168,8 @@ def opened(
         ending.end_hanging()
         if experiment is not None:
             experiment.release()
-        exit_status.leave(
-            code
-        )  # a normal exit could hang: peers may wait for this rank in a collective
+        # a normal exit could hang: peers may wait for this rank in a collective
+        exit_status.leave(code)
 
 
 def with_remedies(
@@ -202,9 +201,8 @@ def with_remedies(
         if on_gpu and experiment is not None and experiment.root is not None:
             path, failure = write_snapshot(experiment.root, distributed)
             snapshot = "" if failure else str(path)
-        with contextlib.suppress(
-            Exception
-        ):  # memory is scarce: a failed search must not hide the error
+        # memory is scarce: a failed search must not hide the error
+        with contextlib.suppress(Exception):
             device_bytes = expected.free_bytes or device_memory_bytes(
                 distributed.device, distributed.local_world_size
             )
@@ -259,15 +257,13 @@ def close(run: Run, code: int, message: str) -> None:
     if run.stop_files is not None:
         run.stop_files.obeyed(run.stop_files.stop)
     leave_report(run, in_a_hurry=code != EXIT_DONE)
-    if (
-        run.config.checkpoint.mirror is not None
-    ):  # after exit.json, as the launcher may not wait for so long
+    # after exit.json, as the launcher may not wait for so long
+    if run.config.checkpoint.mirror is not None:
         mirror, limit_s = run.mirror, run.config.distributed.startup_timeout / 2
         stop = None if code == EXIT_PREEMPTED else run.stop
         rank_0_works(distributed, lambda: mirror.close(limit_s, stop) if mirror else None)
-    if (
-        run.profiles is not None
-    ):  # now, as a trace may take longer to write than a stopped run has left
+    # now, as a trace may take longer to write than a stopped run has left
+    if run.profiles is not None:
         run.profiles.close()
     log_ending(run, message)
     if code != EXIT_DONE and tell_torchrun(message):

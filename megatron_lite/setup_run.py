@@ -220,9 +220,8 @@ def _check_tokenizer(run: Run) -> None:
     found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
     if found is not None and own is not None:
         has_other_end = found.end not in (None, own.end)
-        if found.file.is_file() and (
-            has_other_end or own.sha256 == found.source != found.sha256
-        ):  # the data decide
+        # the data decide
+        if found.file.is_file() and (has_other_end or own.sha256 == found.source != found.sha256):
             own = known_tokenizer(str(found.file), f"--tokenizer_file={found.file}")
             run.config = changed(config, {"tokenizer_file": str(found.file)})
         if found.end not in (None, own.end):
@@ -348,9 +347,8 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
 
     def leave(iteration: int) -> None:
         run.experiment.check()
-        if (
-            run.mirror is not None
-        ):  # first: a checkpoint that is only there would be restored by the next start
+        # first: a checkpoint that is only there would be restored by the next start
+        if run.mirror is not None:
             run.mirror.set_aside(iteration)
 
     def repair(iteration: int) -> bool | None:

@@ -191,10 +191,8 @@ class Split:
                 start = found.pop()[0]
             found.append((start, end, holders))
             begin += block.size
-        assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (
-            self,
-            shape,
-        )  # else no run is a row
+        # else no run is a row
+        assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (self, shape)
         tiles, offset = [], 0
         for start, end, holders in found:
             part_name = name_part(name, shape, self.dim, [(start, end)])

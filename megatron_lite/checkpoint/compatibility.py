@@ -34,9 +34,8 @@ from megatron_lite.validation.learning_rate import learning_rate as schedule_pro
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest
 
-_Epoch = tuple[
-    int, int, int
-]  # of a data set: its number, the samples read in it, and all samples of it
+# of a data set: its number, the samples read in it, and all samples of it
+_Epoch = tuple[int, int, int]
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
 # Options that do not change the meaning of weights: noise, initial values, precision, padding.
@@ -361,10 +360,8 @@ def _change_of_samples(difference: Difference, loaded: Manifest, config: Config)
         return line  # an order within windows may repeat less
     if not epochs or name == "truncate_documents":
         return line + _lost(epochs)
-    orders = {
-        "skip_first_epoch",
-        *("epoch" if number else "none" for number, *_ in epochs),
-    }  # one order, if two
+    # one order, if two
+    orders = {"skip_first_epoch", *("epoch" if number else "none" for number, *_ in epochs)}
     if not _lost(epochs) or (
         name == "shuffle" and orders == {some.get("shuffle") for some in both}
     ):

@@ -53,12 +53,8 @@ from megatron_lite.run.stop_signal import StopSignal
 MARK_NAME = "mirror.json"  # of an export; in the folder of the mirror itself, whose it is
 PROBE_NAME = "write_test"
 Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_delete`
-RECORDS = (
-    "config.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "wandb.json",
-)  # a run elsewhere continues them
+# a run elsewhere continues them
+RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
 CLAIM_S = 2.0  # until a start that has claimed the mirror reads whether another one has, too
 _POLL_S = 0.05
@@ -509,9 +505,8 @@ class Mirror:
         for path in (self._root / name for name in RECORDS):
             if path.exists() and (identity := _identity(path)) not in self._sent:
                 data = path.read_bytes()
-                self._remote.write(
-                    path.name, data[: data.rfind(b"\n") + 1]
-                )  # a line may be half-written
+                # a line may be half-written
+                self._remote.write(path.name, data[: data.rfind(b"\n") + 1])
                 self._sent.add(identity)
 
     def _iterations(self) -> list[int]:

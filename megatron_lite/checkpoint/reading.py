@@ -306,9 +306,8 @@ class Inspection(NamedTuple):
     """Findings about one checkpoint, which is good if there are no problems."""
 
     num_bytes: int | None  # total file size by the manifest; None: no usable manifest
-    ranks: (
-        str | None
-    )  # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
+    # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
+    ranks: str | None
     problems: list[str]
     remarks: list[str]  # harmless
 

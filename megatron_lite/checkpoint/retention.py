@@ -21,9 +21,8 @@ from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
 
-Known = dict[
-    Identity | None, bool
-]  # complete checkpoints, and whether each was permanent when it was saved
+# complete checkpoints, and whether each was permanent when it was saved
+Known = dict[Identity | None, bool]
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:

@@ -106,18 +106,16 @@ RUN_STATE = {
             "clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}
         },
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
-        "scales?": dict[
-            str, tuple[DelayedScale, DelayedScale, DelayedScale]
-        ],  # of input, weight and gradient
+        # of input, weight and gradient
+        "scales?": dict[str, tuple[DelayedScale, DelayedScale, DelayedScale]],
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
     "origin?": JsonObject,  # see `huggingface.origin`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "counts?": {
-        "stages?": list[
-            tuple[Count, Count, Count]
-        ],  # start, size and length of `schedules.batch_size.Segment`
+        # start, size and length of `schedules.batch_size.Segment`
+        "stages?": list[tuple[Count, Count, Count]],
         "sets?": list[tuple[Digest, str, PositiveCount, PositiveCount, Count]],
     },
     "best?": {
@@ -214,7 +212,6 @@ def check_value(flag: Flag, value: Any) -> None:
         if type(item) is int and abs(item) > LARGEST_INTEGER:
             raise BadValueError("too large for a 64-bit integer")
         if type(item) is str:
-            parse_text(
-                item[:LONGEST_TEXT] if flag.secret else item
-            )  # a list of names may be longer
+            # a list of names may be longer
+            parse_text(item[:LONGEST_TEXT] if flag.secret else item)
     check_bounds(flag, tuple(value) if flag.is_list else value)

@@ -265,9 +265,8 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
     total = 0
     peers = world_size // model.ranks.world_size
     rank_of = model.pipeline.rank_of
-    kinds = Counter(
-        (rank // peers, len(str(rank))) for rank in range(world_size)
-    )  # digits of the rank in the header
+    # digits of the rank in the header
+    kinds = Counter((rank // peers, len(str(rank))) for rank in range(world_size))
     for (pipeline_rank, digits), ranks in kinds.items():
         tensors = tensors_of(
             part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank
@@ -289,9 +288,8 @@ def host_copy_bytes(config: Config, model: MultiStage) -> int:
     held = [
         [round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors] for tensors in _stored(model)
     ]
-    joined = max(
-        (sum(sizes) for sizes in held if len(sizes) > 1), default=0
-    )  # one at a time, when it is written
+    # one at a time, when it is written
+    joined = max((sum(sizes) for sizes in held if len(sizes) > 1), default=0)
     return sum(map(sum, held)) + joined
 
 
@@ -472,9 +470,8 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(num_bytes, dtype=torch.uint8).fill_(1)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(
-        mmap.MADV_DONTFORK
-    )  # a forked loader would get a copy of pages that a device may write
+    # a forked loader would get a copy of pages that a device may write
+    pages.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
@@ -485,9 +482,8 @@ def _pin(slab: Tensor, device: torch.device) -> bool:
     if error:
         text = "asynchronous checkpoints: CUDA cannot pin %.2f GiB of host memory (error %d); copies will be slower"
         logger.warning(text, slab.nbytes / _GIB, error)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # CUDA keeps the error for the next kernel, which torch checks
+        # CUDA keeps the error for the next kernel, which torch checks
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
     return not error
 

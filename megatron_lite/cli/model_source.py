@@ -196,9 +196,8 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
 def _own_values(given: Options) -> Stated | None:
     """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
     root = Path(given.get("experiment_dir") or "") / "checkpoints"
-    if not given.get("experiment_dir") or not os.path.isdir(
-        root
-    ):  # writing to the directory will report an error
+    # writing to the directory will report an error
+    if not given.get("experiment_dir") or not os.path.isdir(root):
         return None
     from megatron_lite.checkpoint.resume import Choice, find
 

@@ -191,9 +191,8 @@ class _Parser:
             yield word
             return
         self._files_read += 1
-        if (
-            self._files_read > MOST_FILES + 1
-        ):  # reported already; mutual inclusion can grow exponentially
+        # reported already; mutual inclusion can grow exponentially
+        if self._files_read > MOST_FILES + 1:
             return
         path = os.path.join(folder, os.path.expanduser(word.text[1:]))
         try:
@@ -309,9 +308,8 @@ class _Parser:
             return ",".join(self.environment)  # only the names
         for text in values:
             _check_shell(text, item)
-        if (
-            flag.takes_share and item.name.endswith("_fraction") and values[0].isdecimal()
-        ):  # an alias; 1 is all
+        # an alias; 1 is all
+        if flag.takes_share and item.name.endswith("_fraction") and values[0].isdecimal():
             values = [f"{values[0]}.0"]
         if reason := refused_value(flag.name, values[0]):
             raise BadValueError(reason)

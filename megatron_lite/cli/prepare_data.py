@@ -73,9 +73,8 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
     )
     fields = TextFields(keys, options.separator.replace("\\n", "\n"))
     if options.chat_template is not None:
-        from megatron_lite.corpus.conversations import (
-            conversation_fields,
-        )  # the only one to need jinja2
+        # the only one to need jinja2
+        from megatron_lite.corpus.conversations import conversation_fields
 
         fields = conversation_fields(options.chat_template, fields, tokenizer)
     same = "inputs output_prefix strict overwrite max_documents validation_documents shards deduplicate"

@@ -165,9 +165,8 @@ def write(
     print(f"written: {num_files} file{'' if num_files == 1 else 's'}", flush=True)
     if options.verify:
         dtype = config.training.export_dtype
-        own = (
-            config.distributed.training_dtype if source.kind == "huggingface" else "fp32"
-        )  # dtype of the source
+        # dtype of the source
+        own = config.distributed.training_dtype if source.kind == "huggingface" else "fp32"
         is_rounded = options.format == "huggingface" and dtype not in ("fp32", own)
         verify(source, temporary, DTYPES[dtype if is_rounded else "fp32"])
     return f"{options.to}: {said}"

@@ -37,9 +37,8 @@ def checkpoints_of(path: Path) -> list[Path]:
             return [path]
         folders = [path, path / "checkpoints", path / "export"]
         found = [folder for root in folders for _, folder in find_checkpoints(root)]
-        found = [
-            folder for folder in found if not (folder / CONFIG_NAME).exists()
-        ]  # exports to Hugging Face
+        # exports to Hugging Face
+        found = [folder for folder in found if not (folder / CONFIG_NAME).exists()]
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}; give a folder that can be read") from None
     if not found:

@@ -55,10 +55,8 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
         if options.once or not sys.stdout.isatty():
             print_page("\n".join(_page(run)))
         else:
-            for caught in (
-                signal.SIGINT,
-                signal.SIGTERM,
-            ):  # a parent may have made its children ignore SIGINT
+            # a parent may have made its children ignore SIGINT
+            for caught in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(caught, signal.default_int_handler)
             with _other_screen():
                 while True:

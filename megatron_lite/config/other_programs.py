@@ -42,9 +42,8 @@ class Table(NamedTuple):
     """Everything in `other_programs.txt`."""
 
     programs: Mapping[str, tuple[Row, ...]]
-    values: Mapping[
-        str, str
-    ]  # `option=value`, in lower case -> why it is refused, with what to write instead
+    # `option=value`, in lower case -> why it is refused, with what to write instead
+    values: Mapping[str, str]
 
 
 @functools.cache

@@ -233,9 +233,8 @@ def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
     if theirs or not marked:
         for name in theirs:
             text = text.replace(name, _LEVANTER_NAMES[name])
-        text = re.sub(
-            r"(?<!\w)mlp(?![\w\\])", r"mlp\\.", text
-        )  # not mlp_norm, which has no mlp in its name there
+        # not mlp_norm, which has no mlp in its name there
+        text = re.sub(r"(?<!\w)mlp(?![\w\\])", r"mlp\\.", text)
         why = f"no name here has {theirs[0]}" if theirs else "a regular expression"
         typed = f"--{flag}={abridged(pattern)}: {why}"
         raise UsageError(f"{typed}; write --{flag}='{REGEX}{text}'")
@@ -332,9 +331,8 @@ def environment_values(text: str) -> dict[str, str]:
             "begins with a literal quote, which a shell keeps inside a variable; use an @file"
         )
     try:
-        pairs: Any = json.loads(
-            text, object_pairs_hook=tuple
-        )  # keeps repeated names, and arrays are lists
+        # keeps repeated names, and arrays are lists
+        pairs: Any = json.loads(text, object_pairs_hook=tuple)
     except ValueError as error:
         where = ""
         if isinstance(error, json.JSONDecodeError):

@@ -60,13 +60,8 @@ PLANNED_DEVICES = (
     ),
 )
 
-WITHOUT_FP8_UNITS = (
-    "a100",
-    "a100-40",
-    "v100",
-    "a6000",
-    "mi300x",
-)  # mi300x has units for other formats
+# mi300x has units for other formats
+WITHOUT_FP8_UNITS = ("a100", "a100-40", "v100", "a6000", "mi300x")
 
 # Options that have no effect unless another one has this value.
 plan_option = idle_unless("dry_run")
@@ -75,10 +70,8 @@ throttled_option = idle_unless("throttle_cpu and device!=cpu")
 tensor_parallel_option = idle_unless("tensor_parallel!=1")
 pipeline_option = idle_unless("pipeline_parallel!=1")
 PIPELINE_SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
-ONE_LOOP = (
-    "one_f_one_b",
-    "zero_bubble_v",
-)  # there and back, with placement v; the others have as many as fit
+# there and back, with placement v; the others have as many as fit
+ONE_LOOP = ("one_f_one_b", "zero_bubble_v")
 
 
 @dataclass
@@ -319,9 +312,8 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
 
     Group n, counted from 1, ends at block int(n * layers_per_stage), or at the last block.
     """
-    groups = math.ceil(
-        num_layers / layers_per_stage
-    )  # may be off by one, as products round differently
+    # may be off by one, as products round differently
+    groups = math.ceil(num_layers / layers_per_stage)
     while int(groups * layers_per_stage) < num_layers:
         groups += 1
     while int((groups - 1) * layers_per_stage) >= num_layers:

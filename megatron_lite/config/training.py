@@ -50,9 +50,8 @@ ITERATIONS = MappingProxyType(
     {"training": "train_iters", "validation": "validation_iters", "test": "test_iters"}
 )
 NO_MASK = "none"  # in --loss_mask: every token of that data set counts
-OWN_DATA = MappingProxyType(
-    {"validation": "valid_data_path", "test": "test_data_path"}
-)  # phase -> its own data
+# phase -> its own data
+OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})
 
 
 @dataclass

@@ -70,9 +70,8 @@ def _flags() -> dict[str, Flag]:
     flags = {}
     for area, owner in AREAS.items():
         for field in dataclasses.fields(owner):
-            annotation, *others = str(field.type).split(
-                " | "
-            )  # config/ keeps its annotations as text
+            # config/ keeps its annotations as text
+            annotation, *others = str(field.type).split(" | ")
             declared = field.metadata["flag"]
             kind, bounds = _kind_and_bounds(annotation)
             flags[field.name] = dataclasses.replace(

@@ -84,9 +84,8 @@ def _serve(connection: Connection) -> None:
     time."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
-    logging.disable(
-        logging.WARNING
-    )  # libraries tell of no torch, and of folders what our errors say
+    # libraries tell of no torch, and of folders what our errors say
+    logging.disable(logging.WARNING)
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # rendering needs none, and loading takes seconds
     gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
     rendering, last = importlib.import_module("megatron_lite.corpus.rendering"), None

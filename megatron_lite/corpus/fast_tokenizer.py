@@ -56,9 +56,8 @@ class FastTokenizer(JsonTokenizer):
         try:
             from fastokens import Tokenizer
 
-            self._fast = Tokenizer.from_json_str(
-                self.library.to_str()
-            )  # without dropout, truncation and padding
+            # without dropout, truncation and padding
+            self._fast = Tokenizer.from_json_str(self.library.to_str())
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic of the library is no Exception
@@ -142,9 +141,8 @@ def _unknown(library: Any) -> Iterator[str]:
     model, parts = library.model, (library.normalizer, library.pre_tokenizer)
     states = [part.__getstate__().decode() if part else "null" for part in parts]
     yield from {*states} - {*listed(PARTS)}
-    alphabet = {*pre_tokenizers.ByteLevel.alphabet()} - {
-        *"ÀÁõö÷øùúûüýþÿ"
-    }  # which stand for bytes that UTF-8 lacks
+    # which stand for bytes that UTF-8 lacks
+    alphabet = {*pre_tokenizers.ByteLevel.alphabet()} - {*"ÀÁõö÷øùúûüýþÿ"}
     if type(model).__name__ != "BPE" or not (
         alphabet <= library.get_vocab().keys() if "ByteLevel" in states[1] else model.unk_token
     ):

@@ -137,9 +137,8 @@ def expand_braces(name: str) -> list[str]:
         expanded = [full for text in alternatives for full in expand_braces(before + text + after)]
         if len(expanded) > MOST_ALTERNATIVES:
             raise UsageError(f"{name}: stands for more than {MOST_ALTERNATIVES:,} names")
-        return list(
-            dict.fromkeys(expanded)
-        )  # a list inside a list meets its neighbours once for each of its items
+        # a list inside a list meets its neighbours once for each of its items
+        return list(dict.fromkeys(expanded))
     return [name]
 
 

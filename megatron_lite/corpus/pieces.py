@@ -45,9 +45,8 @@ from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_sig
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
 
-BATCH_CHARACTERS = (
-    1 << 20
-)  # of one call of the tokenizer: its threads share a batch, and its result is in memory
+# of one call of the tokenizer: its threads share a batch, and its result is in memory
+BATCH_CHARACTERS = 1 << 20
 ABSENT = "none"  # of --begin_of_document and --end_of_document
 SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
@@ -194,9 +193,8 @@ class PieceWriter:
         self.folder = folder
         self.recipe = recipe
         self.fast = fast
-        self._dtype = (
-            "<i4" if recipe.fields.marked else recipe.encoding.dtype
-        )  # see `JsonTokenizer.encode_marked`
+        # see `JsonTokenizer.encode_marked`
+        self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -267,9 +265,8 @@ class PieceWriter:
             replace_file(Path(prefix + ".hashes"), b"".join(hashes))
             digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
-        on_progress(
-            total - read_bytes, 0, 0
-        )  # trailing faults, and what --max_documents leaves out
+        # trailing faults, and what --max_documents leaves out
+        on_progress(total - read_bytes, 0, 0)
         return Record(
             writer.num_documents,
             writer.num_tokens,
@@ -315,18 +312,16 @@ def make_pieces(
         StorageError: if the work folder cannot be written.
         PeerError: if a worker dies.
     """
-    pipes = any(
-        not span.file.regular for piece in pieces for span in piece.spans
-    )  # workers would not have them
+    # workers would not have them
+    pipes = any(not span.file.regular for piece in pieces for span in piece.spans)
     is_fast = writer.fast is not None
     size_bytes = sum(span.size_bytes for piece in pieces for span in piece.spans)
     count = min(num_processes // (1 + is_fast), len(pieces))
     if pipes or len(pieces) <= 1 or (is_fast and (count <= 1 or size_bytes < LIGHT_BYTES)):
         yield from (writer.make(piece, on_progress) for piece in pieces)
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a fork would copy the threads' locks, held as they are
+    # a fork would copy the threads' locks, held as they are
+    context = multiprocessing.get_context("spawn")
     messages: SimpleQueue[Message] = context.SimpleQueue()
     places: dict[int | None, str] = {}  # by process: the file that it reads
     setup = (writer.folder, writer.recipe, max(1, num_processes // count), messages)
@@ -377,9 +372,8 @@ def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> Peer
         not (dead := [worker for worker in workers if worker.exitcode])
         and time.monotonic() < deadline_s
     ):
-        time.sleep(
-            0.01
-        )  # the pool sees a death from closed pipes, a moment before there is an exit code
+        # the pool sees a death from closed pipes, a moment before there is an exit code
+        time.sleep(0.01)
     worker = (dead or workers)[0]
     place = f" at {places[worker.pid]}" if worker.pid in places else ""
     ended = how_it_ended(worker, "--num_processes") + place

@@ -114,9 +114,8 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             remove(folder)
             return summary, False
         try:
-            _check_free(
-                options, folder, fingerprints[0]
-            )  # not before: another process may have been about to publish
+            # not before: another process may have been about to publish
+            _check_free(options, folder, fingerprints[0])
             summary = _write(options, files, folder, fingerprints)
         except (DataError, UsageError):
             if not _finished(folder):

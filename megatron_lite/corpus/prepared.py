@@ -34,9 +34,8 @@ LARGEST_TOKEN = 1 << 26
 SHOWN_CHARACTERS = 160
 SHOWN_TOKENS = 1000  # decoded at each end of a document
 BAR_WIDTH = 40
-_PART = re.compile(
-    r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z"
-)  # of a corpus: the end of a prefix
+# of a corpus: the end of a prefix
+_PART = re.compile(r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z")
 
 
 def _summary_of(prefix: str) -> tuple[str, JsonObject]:

@@ -23,14 +23,8 @@ from megatron_lite.corpus.prepared import SUMMARY, TOKENIZER
 from megatron_lite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.errors import DataError, UsageError
 
-TYPES = (
-    "uint8",
-    "uint16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-)  # of tokens in files without a header
+# of tokens in files without a header
+TYPES = ("uint8", "uint16", "int32", "uint32", "int64", "uint64")
 SUFFIXES = (".ds", ".npy", ".bin")
 TOKENS_PER_READ = 1 << 22
 

@@ -105,10 +105,8 @@ def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> 
     """
 
     def compare() -> None:
-        with (
-            contextlib.suppress(DataError),
-            tempfile.TemporaryDirectory() as folder,
-        ):  # the process was ended
+        # the process was ended
+        with contextlib.suppress(DataError), tempfile.TemporaryDirectory() as folder:
             if reason := confined(LOADING, "exported", file, model_type, folder):
                 warn(f"AutoTokenizer on exports of this run: {reason}; {ADVICE}")
         end_process()  # it would keep memory
@@ -171,7 +169,5 @@ def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
         for value in part:
             yield from _stated(value, key)
     elif not isinstance(part, bool | None) and key.endswith(("_token", "special_tokens")):
-        yield {
-            "content": str(part),
-            "special": True,
-        }  # a number or a list is none, whatever it means
+        # a number or a list is none, whatever it means
+        yield {"content": str(part), "special": True}

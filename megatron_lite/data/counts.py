@@ -19,9 +19,8 @@ from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
 
-Read = tuple[
-    str, str, int, int, int
-]  # fingerprint, name, samples of an epoch, tokens of a sample, samples read
+# fingerprint, name, samples of an epoch, tokens of a sample, samples read
+Read = tuple[str, str, int, int, int]
 
 
 class Counts:

@@ -215,9 +215,8 @@ class FillInTheMiddle:
         texts = [run.text[first:last] for first, last in itertools.pairwise([0, *places, None])]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
-            before = run.ids[
-                -1:
-            ]  # some token: what begins a text may be decoded without a space before it
+            # some token: what begins a text may be decoded without a space before it
+            before = run.ids[-1:]
             if tokenizer.decode(sum(parts, before)) == tokenizer.decode(before + run.ids):
                 return parts
         counts = range(1, len(run.ids) + 1)

@@ -37,19 +37,15 @@ from megatron_lite.run import durable_files
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, dtype code, sequences, entries of the document index
-SPANS = (
-    "loss-masking spans",
-    "preference spans",
-)  # of versions 2 and 3: one byte each, after the version
+# magic, version, dtype code, sequences, entries of the document index
+HEADER = struct.Struct("<9sQBQQ")
+# of versions 2 and 3: one byte each, after the version
+SPANS = ("loss-masking spans", "preference spans")
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
 STARTS_PER_READ = 512  # one page of 4 KiB
-CHECKED = (
-    1 << 17
-)  # entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
+# entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
+CHECKED = 1 << 17
 CHECKED_PIECES = 128
 
 Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
@@ -135,9 +131,8 @@ class IndexedDataset:
         itemsize = self.tokens.dtype.itemsize
         end = start + length
         borders: list[Any] = [[start]]
-        document = bisect.bisect_right(
-            starts, start * itemsize
-        )  # the first that begins after `start`
+        # the first that begins after `start`
+        document = bisect.bisect_right(starts, start * itemsize)
         while document < len(starts):
             begins = starts.read(document, min(STARTS_PER_READ, len(starts) - document)) // itemsize
             if begins[0] < borders[-1][-1] or (np.diff(begins) < 0).any():

@@ -158,9 +158,8 @@ class DataSource:
     identity: dict[str, Any]  # see `fingerprint.identity`
     counts: Counts  # of training
     warnings: Sequence[str] = ()  # to be logged
-    while_waiting: Callable[[], None] = lambda: (
-        None
-    )  # called now and then while the host waits for a worker; may raise
+    # called now and then while the host waits for a worker; may raise
+    while_waiting: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
@@ -236,9 +235,8 @@ class DataSource:
         """Report the first token id outside the vocabulary in these pairs; see `search`."""
 
         def run() -> None:
-            with contextlib.suppress(
-                DataError
-            ):  # its reader says why a file cannot be read any more
+            # its reader says why a file cannot be read any more
+            with contextlib.suppress(DataError):
                 search(prefixes, self.config.model.vocab_size, report, self._ended)
 
         threading.Thread(target=run, daemon=True, name="token-search").start()

@@ -118,9 +118,8 @@ def open_data(
             for n, pair in enumerate(pairs)
         ]
         phases[phase] = _phase(config, phase, count, streams, fill)
-        alone = {
-            stream.dataset.prefix: stream for stream in streams
-        }  # of a data set named twice, the last
+        # of a data set named twice, the last
+        alone = {stream.dataset.prefix: stream for stream in streams}
         if len(alone) > 1 and (
             phase in own or (phase == "validation" and training.validation_by_dataset)
         ):

@@ -113,9 +113,8 @@ class StreamReader:
             reads = reads_of(runs)
             if stream.mask is not None:
                 left_out = np.concatenate([masked_labels(stream.mask, *run) for run in reads])
-                masked[row, : len(left_out) - 1] = left_out[
-                    1:
-                ]  # a label is the token after an input
+                # a label is the token after an input
+                masked[row, : len(left_out) - 1] = left_out[1:]
             for place, length in reads:
                 tokens[row, filled : filled + length] = stream.dataset.tokens.read(place, length)
                 filled += length

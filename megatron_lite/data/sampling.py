@@ -42,29 +42,24 @@ PHASES = tuple(ITERATIONS)
 # in earlier versions.
 EVALUATION = 1234, "validation", 0
 
-_GOLDEN = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2**64 / golden ratio, odd: consecutive counters land far apart
+# 2**64 / golden ratio, odd: consecutive counters land far apart
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
 # Of `mix`. Making a scalar takes as long as adding two short arrays.
 _30 = np.uint64(30)
 _27 = np.uint64(27)
 _31 = np.uint64(31)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFT_SALT = np.uint64(
-    0xD1B54A32D192ED03
-)  # arbitrary: an epoch's shift must not reuse the bits of its permutation
-_ALL_SALT = np.uint64(
-    0x8CB92BA72F3D8DD7
-)  # arbitrary, too: of the permutation of all epochs together
+# arbitrary: an epoch's shift must not reuse the bits of its permutation
+_SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)
+# arbitrary, too: of the permutation of all epochs together
+_ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)
 STRIDE = 16  # documents to an entry of the table
 _AT_A_TIME = 1 << 18  # documents while the table is made; a multiple of STRIDE
-_DOCUMENT_SALT = np.uint64(
-    0xA24BAED4963EE407
-)  # arbitrary: documents must not be shuffled like samples
-_EPOCH_SALT = np.uint64(
-    0xC6A4A7935BD1E995
-)  # arbitrary, odd: other words than those of the order of samples
+# arbitrary: documents must not be shuffled like samples
+_DOCUMENT_SALT = np.uint64(0xA24BAED4963EE407)
+# arbitrary, odd: other words than those of the order of samples
+_EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)
 
 
 def mix(values: Words) -> Words:
@@ -298,9 +293,8 @@ class ShuffledDocuments(FileOrder):
     def _order(self, epoch: int, first: int, count: int) -> Integers:
         """Return documents [first, first + count) of an epoch's order; fewer at the end."""
         slots = np.arange(first, min(first + count, len(self.documents)), dtype=np.uint64)
-        epochs = np.array(
-            [epoch], dtype=np.uint64
-        )  # an array, since a product of scalars would warn
+        # an array, since a product of scalars would warn
+        epochs = np.array([epoch], dtype=np.uint64)
         key = mix((np.uint64(self._key) ^ _DOCUMENT_SALT) + epochs * _GOLDEN)
         keys = np.broadcast_to(key, slots.shape)
         return permute(slots, keys, len(self.documents)).astype(np.int64) + self.documents.start
@@ -362,9 +356,8 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
                 lengths, samples = groups[space].pop()
                 if not groups[space]:
                     del groups[space], spaces[fitting]
-            many = (
-                space // length
-            )  # a sample is the best fit until it has no room for another document of this length
+            # a sample is the best fit until it has no room for another document of this length
+            many = space // length
             full = min(samples, left // many)
             left -= full * many
             last = min(left, many - 1) if samples > full else 0
@@ -402,9 +395,8 @@ class PackedDocuments:
             np.int32 if sizes.size < 2**31 else np.int64
         )
         self._first = np.concatenate([[0], np.cumsum(counts)])  # of each length in `_by_length`
-        self._ends = np.cumsum(
-            [pattern.count for pattern in self.patterns]
-        )  # slots of each pattern
+        # slots of each pattern
+        self._ends = np.cumsum([pattern.count for pattern in self.patterns])
         # Documents of each length that earlier patterns, and earlier places in this one, have
         # taken.
         taken: dict[int, int] = {}

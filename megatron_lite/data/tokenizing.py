@@ -24,9 +24,8 @@ from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
 
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
-LARGEST_OBJECT_BYTES = (
-    2**28
-)  # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
+# of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
+LARGEST_OBJECT_BYTES = 2**28
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
@@ -55,10 +54,8 @@ BESIDE = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-PLAIN_CLASSES = (
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-)  # which take tokenizer.json as it is
+# which take tokenizer.json as it is
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # transformers makes a tokenizer.json of these files and patterns.
 _SOURCES = ("*.model", "vocab.json", "vocab.txt", "tekken.json")
 

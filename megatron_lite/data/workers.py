@@ -54,9 +54,8 @@ class Workers:
         Raises: WorkerError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
-        first = list(
-            itertools.islice(requests, num_workers)
-        )  # no more workers than there are requests
+        # no more workers than there are requests
+        first = list(itertools.islice(requests, num_workers))
         self._requests = itertools.chain(first, requests)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._ahead, self._sent = len(first) * prefetch_factor, 0

@@ -182,9 +182,8 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
     family, address = socket.AF_INET, ""
     with contextlib.suppress(OSError):  # an unknown name
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
-        family, _, _, _, (name, *_) = min(
-            found, key=lambda one: one[0] != socket.AF_INET
-        )  # IPv4 if it has one
+        # IPv4 if it has one
+        family, _, _, _, (name, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)
         address = str(name)
     here_only = (
         point.host in ("localhost", address)
@@ -195,9 +194,8 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
         yield None
         return
     with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a previous start may have just ended
+        # a previous start may have just ended
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind((address, point.port))
         except OSError as error:

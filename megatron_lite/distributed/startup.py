@@ -149,9 +149,8 @@ def join(
         divide(distributed, new_group, config)
     if watch is not None:
         watch.on_watchdog = functools.partial(_set_watchdogs, distributed)
-        uuid = str(
-            torch.cuda.get_device_properties(device).uuid
-        )  # independent of its index in this process
+        # independent of its index in this process
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
         refuse_shared_gpus(config.device, distributed.gather_objects(uuid))
         warm_up(distributed)
         if config.symmetric_memory:
@@ -231,9 +230,8 @@ def warm_up(distributed: Distributed) -> None:
 def make_deterministic() -> None:
     """Allow only deterministic GPU algorithms from now on; call this before anything runs on a
     GPU."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # cuBLAS requires it and reads it at first use
+    # cuBLAS requires it and reads it at first use
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for name, value in NCCL_RING.items():  # NCCL reads them when it connects the ranks
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)

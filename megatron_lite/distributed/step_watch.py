@@ -62,9 +62,8 @@ class StepWatch:
             self._flag = "startup_timeout"
             self._timeout_s = first_s
             self._later_s = timeout_s
-        self.on_watchdog: Callable[[float], None] = lambda timeout_s: (
-            None
-        )  # called with a new `watchdog_timeout_s`
+        # called with a new `watchdog_timeout_s`
+        self.on_watchdog: Callable[[float], None] = lambda timeout_s: None
 
     @property
     def watchdog_timeout_s(self) -> float:

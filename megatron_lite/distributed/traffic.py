@@ -46,9 +46,8 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
-Recorder = Callable[
-    [str, int, Handle], Handle
-]  # (kind, bytes of the full buffer, handle) -> handle
+# (kind, bytes of the full buffer, handle) -> handle
+Recorder = Callable[[str, int, Handle], Handle]
 
 
 class Collective(NamedTuple):

@@ -133,12 +133,10 @@ class Architecture:
     fixed: JsonObject  # our options that have only one value in this architecture
     options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
     other_defaults: JsonObject = field(default_factory=dict)
-    constants: JsonObject = field(
-        default_factory=dict
-    )  # other keys -> the only value we can express
-    biases: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # key -> the options that it states
+    # other keys -> the only value we can express
+    constants: JsonObject = field(default_factory=dict)
+    # key -> the options that it states
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
     @property

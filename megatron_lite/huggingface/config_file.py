@@ -294,9 +294,8 @@ class _Reading:
 
     def _multi_query(self, values: Options) -> None:
         groups = 1 if self.flag("multi_query") else values["num_attention_heads"]
-        stated = self.get(
-            "num_key_value_heads"
-        )  # transformers 5 writes the number derived from multi_query
+        # transformers 5 writes the number derived from multi_query
+        stated = self.get("num_key_value_heads")
         if stated not in (None, groups):
             self.problems.append(
                 f"num_key_value_heads is {shown(stated)}; multi_query makes it {groups}"

@@ -95,9 +95,8 @@ def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool
             if owner != 0:
                 pipeline.receive(gathered, owner).wait()
             distributed.wait_for_device()
-            shards = whole.view(ranks, -1, shard_numel).transpose(
-                0, 1
-            )  # tensor-parallel ranks are adjacent
+            # tensor-parallel ranks are adjacent
+            shards = whole.view(ranks, -1, shard_numel).transpose(0, 1)
             by_rank = gathered[:, : end - start].view(-1, ranks, end - start)
             for number, shard in enumerate(shards):
                 shard[:, start:end].copy_(by_rank[part.layout.holder(number)])

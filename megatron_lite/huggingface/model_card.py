@@ -21,15 +21,8 @@ from megatron_lite.schedules.batch_size import BatchSchedule, Segment
 # Areas whose options describe the training; those of other areas say where and how it ran and are
 # left out.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
-PRIVATE = (
-    "path",
-    "dir",
-    "file",
-    "script",
-    "env",
-    "folder",
-    "prompts",
-)  # in the names of options with paths
+# in the names of options with paths
+PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")
 TEXT = """\
 ---
 library_name: transformers
@@ -68,9 +61,8 @@ class TrainingSummary:
     losses: dict[str, float]  # by name, in nats per token
     counts: JsonObject  # see `data.counts`
     facts: JsonObject = field(default_factory=dict)  # see `saved_state.TRAINING`
-    origin: JsonObject = field(
-        default_factory=dict
-    )  # of the weights that it began with, see `read_origin`
+    # of the weights that it began with, see `read_origin`
+    origin: JsonObject = field(default_factory=dict)
     compared: bool = False  # whether the run itself says what AutoTokenizer makes of its exports
 
 

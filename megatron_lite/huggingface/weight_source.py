@@ -55,9 +55,8 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     kind: str  # one of model_folder.KINDS
     model: ModelConfig  # the resolved model that the files describe
     iteration: int | None = None  # of our checkpoints
-    model_type: (
-        str | None
-    )  # its Hugging Face architecture, or the requested one for exports; None: any
+    # its Hugging Face architecture, or the requested one for exports; None: any
+    model_type: str | None
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
     origin: JsonObject  # of the weights that it began with, see `read_origin`; empty if unknown
@@ -273,9 +272,8 @@ class HuggingFaceSource(WeightSource):
         found = {
             FLOATING[tensor.dtype] for tensor in self._tensors.values() if tensor.dtype in FLOATING
         }
-        self.dtype = next(
-            (name for name, dtype in DTYPES.items() if found == {dtype}), "fp32"
-        )  # of all tensors
+        # of all tensors
+        self.dtype = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
         self._pieces: dict[
             str, tuple[list[MappedRows], int]
         ] = {}  # by our parameter, with the elements per row
@@ -455,9 +453,8 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
             with safe_open(folder / name, framework="np"):
                 pass
             length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-            content = parse_json(
-                os.pread(file.fileno(), length, 8)
-            )  # refuses repeated names, unlike the library
+            # refuses repeated names, unlike the library
+            content = parse_json(os.pread(file.fileno(), length, 8))
         except (SafetensorError, ValueError) as error:
             text = " ".join(str(error).split())[:200]
             raise DamagedError(
@@ -466,9 +463,8 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     content.pop("__metadata__", None)
     tensors = {}
     for key, entry in content.items():
-        if not isinstance(entry, dict) or not isinstance(
-            entry["dtype"], str
-        ):  # the library takes other JSON, too
+        # the library takes other JSON, too
+        if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
             raise DamagedError(f"{name}: the header entry of {key[:100]!r} is malformed")
         start, end = entry["data_offsets"]
         tensors[key] = StoredTensor(

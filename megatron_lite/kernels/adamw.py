@@ -445,9 +445,8 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
     for index, row, bounds in chunks(ranges.rows, gradient.device):
         step = _update_moments(shard, bounds, control)
         decay = control.step.weight_decay * row.decay_scale
-        u = (
-            gradient[bounds] if gradient.dtype == torch.float32 else step
-        )  # fp32: u stays for the second pass
+        # fp32: u stays for the second pass
+        u = gradient[bounds] if gradient.dtype == torch.float32 else step
         torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
         totals[index] = totals[index] + squared_norm(u)
     return torch.where(control.step.skipped == 0, torch.stack(totals), zero)

@@ -28,9 +28,8 @@ from megatron_lite.kernels.eight_bit import RECIPES, Units, units_of
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.parameter import DTYPES
 
-AttentionTest = Callable[
-    [str, torch.device, Work], str | None
-]  # (backend, device, work) -> why it fails
+# (backend, device, work) -> why it fails
+AttentionTest = Callable[[str, torch.device, Work], str | None]
 # The small problem that tests an attention backend: documents in tokens, one border within a sample
 # and one between. cuDNN has returned NaN gradients for a length of 64 more than a multiple of 128
 # where the logarithm of a row's sum is below -88: the logits of the second sample are around -100.

@@ -179,9 +179,8 @@ def _sweep_kernel(
     lanes = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     if ACCUMULATE:
         found = (place >= 0) & (place < columns)
-        at_label = tl.load(x_ptr + place, mask=found, other=0.0).to(
-            tl.float32
-        )  # before the gradient overwrites it
+        # before the gradient overwrites it
+        at_label = tl.load(x_ptr + place, mask=found, other=0.0).to(tl.float32)
         if CAPPED:
             at_label = soft_cap * tanh(at_label / soft_cap)
         largest = tl.full((RUNS,), LOWEST, tl.float32)
@@ -368,9 +367,8 @@ class _LinearCrossEntropy(Function):
             for (accumulate, with_gradient), rows in itertools.product(visits, blocks):
                 first, end = rows.start, rows.stop
                 columns, x = min(end, vocab_size) - first, logits[:, : end - first]
-                if (
-                    accumulate or not is_one
-                ):  # else the memory still holds the logits of the only block
+                # else the memory still holds the logits of the only block
+                if accumulate or not is_one:
                     product(part, w[rows], out=x)
                 sweep(
                     logits,

@@ -83,9 +83,8 @@ class Rounded(NamedTuple):
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales of values with these largest magnitudes, in fp32."""
-    largest = (
-        largest.float()
-    )  # divided by a tensor: a GPU multiplies by the inverse of a Python number
+    # divided by a tensor: a GPU multiplies by the inverse of a Python number
+    largest = largest.float()
     return (largest / largest.new_full((), LARGEST[dtype])).clamp_(min=SMALLEST_SCALE)
 
 

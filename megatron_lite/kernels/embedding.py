@@ -54,9 +54,8 @@ def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
     """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy`
     int64."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
-    ends = torch.searchsorted(
-        sorted_tokens, sorted_tokens, right=True
-    )  # of each token's run of positions
+    # of each token's run of positions
+    ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)
     hidden_size = dy.shape[1]
     columns = min(next_power_of_2(hidden_size), 512)
     grid = (tokens.shape[0], cdiv(hidden_size, columns))

@@ -49,9 +49,8 @@ class _SplitHeads(Function):
         ctx.table = table
         ctx.triton = triton
         ctx.kind = kind
-        heads = projection.contiguous().view(
-            *projection.shape[:-1], sum(sizes), -1
-        )  # (b, s, n + 2 g, d)
+        # (b, s, n + 2 g, d)
+        heads = projection.contiguous().view(*projection.shape[:-1], sum(sizes), -1)
         query, key, value = heads.split_with_sizes(sizes, 2)
         rotated = heads
         if kind is not None:
@@ -82,9 +81,8 @@ class _SplitHeads(Function):
         if ctx.kind is not None:
             heads, *saved = ctx.saved_tensors
             pairs = zip(heads.split(ctx.sizes, dim=2), grad.split(ctx.sizes, dim=2), strict=True)
-            for i, (weights, (x, dy)) in enumerate(
-                zip(ctx.weights, pairs, strict=False)
-            ):  # not the value
+            # not the value
+            for i, (weights, (x, dy)) in enumerate(zip(ctx.weights, pairs, strict=False)):
                 statistics = Statistics(*saved[2 * i : 2 * i + 2])
                 if ctx.norms_in_triton:
                     triton_backward(

@@ -70,9 +70,8 @@ class Products(NamedTuple):
         if weight.later is None:
             self.of_weight(weight, dy, x)
         else:
-            weight.later.append(
-                functools.partial(self.of_weight, weight, dy.detach(), x.detach())
-            )  # without the graph
+            # without the graph
+            weight.later.append(functools.partial(self.of_weight, weight, dy.detach(), x.detach()))
 
 
 PLAIN = Products()

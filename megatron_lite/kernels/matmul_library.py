@@ -85,9 +85,8 @@ def library_for(wanted: str) -> str:
 def _mkl_is_narrow() -> bool:
     """Whether this is an AMD processor, for which MKL takes its AVX2 kernels, and oneDNN and
     PyTorch use AVX-512."""
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports(
-        "bf16"
-    )  # from AVX-512 on
+    # from AVX-512 on
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports("bf16")
     if not has_avx512 or not torch.backends.mkl.is_available():
         return False
     try:

@@ -253,13 +253,11 @@ class _MLP(Function):
         ctx.down = down
         ctx.down_bias = down_bias
         ctx.options = options
-        u = options.of_up.forward(
-            options.collectives.start_gather(x), up, up_bias
-        )  # (..., f) or (..., 2 f)
+        # (..., f) or (..., 2 f)
+        u = options.of_up.forward(options.collectives.start_gather(x), up, up_bias)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
-        ctx.needs_du = any(
-            ctx.needs_input_grad[:3]
-        )  # for dx and the gradients of `up` and its bias
+        # for dx and the gradients of `up` and its bias
+        ctx.needs_du = any(ctx.needs_input_grad[:3])
         recomputes_z = down.requires_grad and options.recompute_level != "none"
         recomputes_u = options.recompute_level == "full"
         needs_u = ctx.needs_du or recomputes_z
@@ -285,9 +283,8 @@ class _MLP(Function):
         du = None
         recomputed_z = None
         needs_z = down.requires_grad and z is None
-        gathering = (
-            None if x is None else collectives.start_gather(x)
-        )  # overlaps the products until `up` needs it
+        # overlaps the products until `up` needs it
+        gathering = None if x is None else collectives.start_gather(x)
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
             u = of_up.forward(gathering, up, ctx.up_bias)
         flat: list[Any] = [None if saved is None else saved.flatten(0, -2) for saved in (u, z)]

@@ -211,9 +211,8 @@ def _forward_kernel(
             y += tl.load(b_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     offsets = _offsets(row, column, Y_STRIDE, COLUMNS, HEADS)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(
-        r_ptr + row, r, mask=row < rows
-    )  # last: earlier, fp32 rows of 4096 would spill a register
+    # last: earlier, fp32 rows of 4096 would spill a register
+    tl.store(r_ptr + row, r, mask=row < rows)
 
 
 @jit
@@ -253,9 +252,8 @@ def _backward_kernel(
         inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
         offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(
-            tl.float32
-        )  # zero outside, for dw and db
+        # zero outside, for dw and db
+        dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]

@@ -185,9 +185,8 @@ def _launch(
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
     heads = sum(source.shape[1] for source in sources if source is not None)
     half = next_power_of_2(pairs)
-    tile = min(
-        next_power_of_2(heads), max(1024 // half, 1)
-    )  # about 1024 pairs per program, 8 for each of 128 threads
+    # about 1024 pairs per program, 8 for each of 128 threads
+    tile = min(next_power_of_2(heads), max(1024 // half, 1))
     _rotate_kernel[(batch * length, cdiv(heads, tile))](
         *sources,
         target,

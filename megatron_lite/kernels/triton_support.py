@@ -48,9 +48,8 @@ def jit(function: Callable[..., Any]) -> Any:
 
     def launcher(self: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
-            given = (
-                args[0] if isinstance(args[0], tuple) else args[:1]
-            )  # AdamW takes a shard's tensors as one argument
+            # AdamW takes a shard's tensors as one argument
+            given = args[0] if isinstance(args[0], tuple) else args[:1]
             is_meta = next(tensor.is_meta for tensor in given if tensor is not None)
             if is_meta:
                 return tell(function.__name__, *args)

@@ -28,9 +28,8 @@ class WeightShard:
     date.
     """
 
-    master: (
-        Tensor | None
-    )  # fp32 (frozen weights: any dtype), perhaps a slice of the weight buffer; None: split
+    # fp32 (frozen weights: any dtype), perhaps a slice of the weight buffer; None: split
+    master: Tensor | None
     rounded: Tensor | None = None  # a slice of the weight buffer
     remainder: Tensor | None = None  # int16
 
@@ -99,9 +98,8 @@ def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
     same one.
     """
     bits = torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
-    high = bits.add(0x8000).bitwise_right_shift_(
-        16
-    )  # arithmetic: the remainder lies in [-0x8000, 0x7fff]
+    # arithmetic: the remainder lies in [-0x8000, 0x7fff]
+    high = bits.add(0x8000).bitwise_right_shift_(16)
     rounded.view(torch.int16).copy_(high)
     remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
 

@@ -212,9 +212,8 @@ class Block(Layer):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
-        dtype = (
-            self.mlp.up.weight.dtype
-        )  # all but the residual stream, whose dtype the embedding chooses
+        # all but the residual stream, whose dtype the embedding chooses
+        dtype = self.mlp.up.weight.dtype
         collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(

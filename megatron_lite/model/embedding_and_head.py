@@ -31,9 +31,8 @@ class Embedding(Layer):
         }  # any length?
         weights = Initializer("normal", config.init_method_std_embed)
         self.dropout = config.embedding_dropout
-        self.dtype = (
-            torch.float32 if config.full_precision_residual else None
-        )  # residual stream's dtype
+        # residual stream's dtype
+        self.dtype = torch.float32 if config.full_precision_residual else None
         self.word = declare(_vocabulary("embedding.word.weight", config, parallel, embedding=True))
         self.position = None
         if config.use_position_embeddings:
@@ -95,9 +94,8 @@ class Head(Layer):
         self.norm = Norm("head.norm", config, kernels, parallel.replicated())
         self.output: Parameter | None = None
         if config.tie_word_embeddings:
-            self.borrows_from = (
-                embedding,
-            )  # a tuple, so that torch does not count it as part of this module
+            # a tuple, so that torch does not count it as part of this module
+            self.borrows_from = (embedding,)
             self.borrowed = (embedding.word.spec.name,)
         else:
             self.output = declare(

@@ -39,9 +39,8 @@ class MicroBatch:
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
-    shared: dict[str, Any] = field(
-        default_factory=dict
-    )  # made by the first layer that needs it, for all layers
+    # made by the first layer that needs it, for all layers
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def site_seed(self, site: str, p: float) -> int | None:
         """Return the seed of one dropout site with probability p; None: no dropout."""

@@ -161,9 +161,8 @@ class ExportCallback:
                         "\n"
                     ):
                         pass
-                    shown = (
-                        shown[: max(0, len(shown) - longest)] + " (cut)"
-                    )  # the cut may fall inside a value
+                    # the cut may fall inside a value
+                    shown = shown[: max(0, len(shown) - longest)] + " (cut)"
                 count += 1
                 if count <= MAX_LINES:
                     get_logger().info("export %s: %s", name, shown)

@@ -220,9 +220,8 @@ def start_logging(log_file: Path | None, to_console: bool) -> logging.Logger:
 
     if to_console:
         add(ConsoleHandler(), "console")
-        if hasattr(
-            sys.stdout, "reconfigure"
-        ):  # a path that the terminal cannot encode must not end the run
+        # a path that the terminal cannot encode must not end the run
+        if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:
         add(FileHandler(log_file), "file")

@@ -303,18 +303,16 @@ class StepTimer:
             return {}, {}
         end = self._mark(iteration)
         self._laps += 1
-        if (
-            self._laps == 2
-        ):  # the first lap includes compilation and allocation and would spoil the mean
+        # the first lap includes compilation and allocation and would spoil the mean
+        if self._laps == 2:
             self._run = self._lap
         record = self._rates_between(self._lap, end)
         record |= {f"{kind}_s": paused for kind, paused in self._lap_pauses_s.items()}
         self._lap, self._lap_pauses_s = end, {}
         average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
         more: JsonObject = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
-        with contextlib.suppress(
-            OverflowError, KeyError
-        ):  # a completion date beyond the year 9999 is left out
+        # a completion date beyond the year 9999 is left out
+        with contextlib.suppress(OverflowError, KeyError):
             more["completion_date"] = (now or datetime.now()) + timedelta(
                 seconds=more["remaining_seconds"]
             )

@@ -312,9 +312,8 @@ def _record(folder: Path, machines: list[str], links: Links) -> Links:
     earlier: Links = {}
     starts = folder.parent.parent.glob(f"*/{folder.name}/{FILE_NAME}")
     for path in sorted(starts, key=lambda path: path.stat().st_mtime, reverse=True):
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # a damaged file compares nothing
+        # a damaged file compares nothing
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             if record["machines"] == machines:
                 earlier = {(low, high): float(mb_per_s) for low, high, mb_per_s in record["links"]}

@@ -140,9 +140,8 @@ def write_tensor_log(path: Path, entries: Sequence[TensorEntry], about: Mapping[
         "entries": json.dumps([_to_json(entry) for entry in entries]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(
-        path, save(samples, metadata)
-    )  # not `save_file`: it hides the file from the user's group
+    # not `save_file`: it hides the file from the user's group
+    replace_file(path, save(samples, metadata))
 
 
 def read_tensor_log(path: Path) -> list[TensorEntry]:

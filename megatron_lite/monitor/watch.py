@@ -81,9 +81,8 @@ class Histogram(NamedTuple):
             "min": edges[0],
             "max": edges[-1],
             "num": sum(self.counts),
-            "sum": sum(
-                count * middle for count, middle in zip(counts, middles, strict=True)
-            ),  # roughly
+            # roughly
+            "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),
             "sum_squares": self.squares,
             "bucket_limit": edges[1:],
             "bucket": counts,
@@ -392,9 +391,8 @@ def summarize_groups(values: Tensor, numels: Tensor, groups: Sequence[str]) -> d
         0, index, torch.stack([values[:, 0], values[:, 2], numels], 1)
     )
     squares, zeros, numel = sums.unbind(1)
-    largest = torch.zeros_like(numel).scatter_reduce_(
-        0, index, values[:, 1], "amax"
-    )  # NaN, if there is one
+    # NaN, if there is one
+    largest = torch.zeros_like(numel).scatter_reduce_(0, index, values[:, 1], "amax")
     columns = (squares.sqrt(), (squares / numel).sqrt(), largest, zeros / numel)
     rows = torch.stack(columns, 1).tolist()
     return {group: Summary(*row) for group, row in zip(places, rows, strict=True)}

@@ -29,12 +29,10 @@ class DroppedSteps:
         # skipped, nan: since the start of training; new: since the last log line; streak:
         # consecutive; bad: steps of the streak that did not lower a dynamic loss scale
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self._last = torch.zeros(
-            5, dtype=torch.float64, device=device
-        )  # numbers, limits, iteration
-        self._fatal = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # steps of this start that must stop the run
+        # numbers, limits, iteration
+        self._last = torch.zeros(5, dtype=torch.float64, device=device)
+        # steps of this start that must stop the run
+        self._fatal = torch.zeros((), dtype=torch.int64, device=device)
         self._first_fatal = torch.zeros_like(self._last)
 
     def add(
@@ -170,9 +168,8 @@ class Guard:
             self._usual.add(numbers, finite.all())
         verdict = Verdict(~good.all(), ~finite[1])
         bad = verdict.skipped
-        if (
-            scale_can_shrink is not None
-        ):  # searching a loss scale is not a sign of divergence, however long it takes
+        # searching a loss scale is not a sign of divergence, however long it takes
+        if scale_can_shrink is not None:
             bad = bad & ~(scale_can_shrink & verdict.overflow & finite[0])
         self.dropped.add(
             iteration, numbers, limits, verdict.skipped, bad, self._fatal(numbers, finite, good)

@@ -21,9 +21,8 @@ class LossScale:
         constant = 1.0 if config.loss_scale is None else config.loss_scale
         initial = config.initial_loss_scale if self.dynamic else constant
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
-        self._good = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # since the last change or overflow
+        # since the last change or overflow
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
         self._patience = torch.full((), config.hysteresis, dtype=torch.int64, device=device)
 
     def can_shrink(self) -> Tensor:

@@ -82,9 +82,8 @@ class Optimizer:
             if config.performance.fp8 == "delayed"
             else None
         )
-        self._updates = torch.zeros(
-            (), dtype=torch.float32, device=distributed.device
-        )  # Adam's t: good updates
+        # Adam's t: good updates
+        self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)
 
     def step(
         self,

@@ -147,9 +147,8 @@ def held_checkpoints(root: Path) -> set[int]:
     with contextlib.suppress(OSError):  # a folder is being deleted
         paths = (root / "runs").glob(f"*/artifacts/bad_step_*/{FILE_NAME}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime)[-MOST_FOLDERS:]:
-            with contextlib.suppress(
-                OSError, ValueError, KeyError, TypeError
-            ):  # no checkpoint, or a damaged file
+            # no checkpoint, or a damaged file
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 held.add(
                     int(Path(parse_json(read_bytes(path, LARGEST_FILE_BYTES))["checkpoint"]).name)
                 )

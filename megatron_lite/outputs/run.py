@@ -51,9 +51,8 @@ class Run:
     samples: Samples | None  # None without --sample_interval
     memory_history: MemoryHistory | None  # None without --memory_snapshot
     model: MultiStage
-    collectives_alone_s: dict[
-        str, float
-    ]  # see `time_collectives`; empty without --log_communication
+    # see `time_collectives`; empty without --log_communication
+    collectives_alone_s: dict[str, float]
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
     optimizer: Optimizer
     window: LogWindow

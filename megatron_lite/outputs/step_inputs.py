@@ -9,9 +9,8 @@ from megatron_lite.model.layer import MicroBatch
 from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import dropout_seed
 
-PATIENCE = {
-    "training": 100
-}  # updates in a row in which no label counts, after which a run warns; evaluations: 1
+# updates in a row in which no label counts, after which a run warns; evaluations: 1
+PATIENCE = {"training": 100}
 
 
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
@@ -21,9 +20,8 @@ def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
     Without masks every rank knows the numbers, and no communication is needed.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        copies = (
-            run.distributed.world_size // run.distributed.data.world_size
-        )  # other ranks train on the same samples
+        # other ranks train on the same samples
+        copies = run.distributed.world_size // run.distributed.data.world_size
         return [
             total // copies
             for total in run.distributed.agree_sum([batch.counted for batch in micro_batches])

@@ -90,12 +90,10 @@ _SHEETS = {
     "b200": Device(int(178.3 * GIB), 75, 7700, 900, HOPPER._replace(source=ASSUMED.source)),
     "l40s": Device(int(44.4 * GIB), 91.6, 864, 32),  # NVIDIA L40S data sheet
     "a6000": Device(int(47.5 * GIB), 38.7, 768, 32),  # NVIDIA GA102 whitepaper, RTX A6000
-    "rtx4090": Device(
-        int(23.5 * GIB), 82.6, 1008, 32
-    ),  # NVIDIA Ada GPU architecture whitepaper, appendix A
-    "rtx5090": Device(
-        int(31.3 * GIB), 104.8, 1792, 64
-    ),  # NVIDIA RTX Blackwell whitepaper, appendix A
+    # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "rtx4090": Device(int(23.5 * GIB), 82.6, 1008, 32),
+    # NVIDIA RTX Blackwell whitepaper, appendix A
+    "rtx5090": Device(int(31.3 * GIB), 104.8, 1792, 64),
     # AMD Instinct MI300X data sheet: seven links of 128 GB/s in both directions
     "mi300x": Device(int(191.6 * GIB), 163.4, 5300, 448),
 }

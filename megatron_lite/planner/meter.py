@@ -345,9 +345,8 @@ def _normalized_backward(
 
 def _product(args: tuple[Any, ...]) -> Tensor:
     *_, a, b = tensors_in(args)
-    dtype = next(
-        (argument for argument in args if isinstance(argument, torch.dtype)), b.dtype
-    )  # `out_dtype`
+    # `out_dtype`
+    dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), b.dtype)
     return torch.empty(len(a), b.shape[1], dtype=dtype, device="meta")
 
 

@@ -168,9 +168,8 @@ def _model(plan: Plan) -> Iterator[str]:
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
     """Return a key: consecutive stages with equal keys share a row; the two ends stay separate."""
     in_the_middle = 0 < stage.index < len(plan.model.all_stages) - 1
-    place = (
-        plan.model.stages.index(stage) - stage.index
-    )  # differs between chunks of a pipeline rank
+    # differs between chunks of a pipeline rank
+    place = plan.model.stages.index(stage) - stage.index
     return in_the_middle, place, len(stage.layers), _elements(stage), stage.numel, stage.grad_numel
 
 

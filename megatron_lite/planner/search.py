@@ -100,12 +100,10 @@ class Search:
     world_size: int
     device_type: str
     device_bytes: int
-    tensor: Changes = dataclasses.field(
-        default_factory=dict
-    )  # changes of `TENSOR` in a wider search
-    until_s: float = dataclasses.field(
-        default_factory=lambda: time.thread_time() + SEARCH_S
-    )  # processor time
+    # changes of `TENSOR` in a wider search
+    tensor: Changes = dataclasses.field(default_factory=dict)
+    # processor time
+    until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)
 
     @property
     def usable_bytes(self) -> int:
@@ -156,19 +154,15 @@ class Search:
         if self.is_over:
             raise SearchTooLongError
         least = math.inf
-        for zero_stage, split in (
-            (3, False),
-            (2, self._can_split),
-        ):  # ZeRO-3 cannot split master weights
+        # ZeRO-3 cannot split master weights
+        for zero_stage, split in ((3, False), (2, self._can_split)):
             changes = {
                 **self._changes(zero_stage, 1, 1, split),
                 **WHOLE,
                 "eval_micro_batch_size": None,
             }
-            for recomputed in (
-                0,
-                self.asked.model.num_layers,
-            ):  # recomputation may need more memory than it saves
+            # recomputation may need more memory than it saves
+            for recomputed in (0, self.asked.model.num_layers):
                 step = {"mlp_recompute_level": "full", "recompute_layers": recomputed}
                 least = min(least, self.needed_bytes({**changes, **step}) or math.inf)
             if least <= self.usable_bytes:

@@ -96,9 +96,8 @@ class Grid(NamedTuple):
     tokens: list[Positive]
     inputs: list[Positive]
     outputs: list[Positive]
-    flops_per_s: dict[
-        str, list[list[list[Positive]]]
-    ]  # by kind; indexed by the position on each axis
+    # by kind; indexed by the position on each axis
+    flops_per_s: dict[str, list[list[list[Positive]]]]
 
 
 def _interpolated(
@@ -126,12 +125,10 @@ class DtypeSpeeds(NamedTuple):
     """Speeds in one training dtype."""
 
     products: Grid
-    attention_flops_per_s: dict[
-        str, list[tuple[Positive, Positive]]
-    ]  # by "fused forward" ...: (length, FLOP/s)
-    seconds_per_byte: dict[
-        str, Positive
-    ]  # of passes over memory, by kind; "copy_" for kinds without a number
+    # by "fused forward" ...: (length, FLOP/s)
+    attention_flops_per_s: dict[str, list[tuple[Positive, Positive]]]
+    # of passes over memory, by kind; "copy_" for kinds without a number
+    seconds_per_byte: dict[str, Positive]
 
 
 class CollectiveSpeed(NamedTuple):

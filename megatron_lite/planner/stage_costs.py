@@ -40,9 +40,8 @@ class Cost:
     peak: int = 0  # peak bytes above those live at its start
     change: int = 0  # bytes live at its end minus those at its start
     largest: int = 0  # bytes of its two largest new tensors
-    traffic: Mapping[str, Total] = field(
-        default_factory=dict
-    )  # over the tensor-parallel group, by kind
+    # over the tensor-parallel group, by kind
+    traffic: Mapping[str, Total] = field(default_factory=dict)
     work: Counter[Item] = field(default_factory=Counter)
     overlaps: Counter[Overlap] = field(default_factory=Counter)
 
@@ -103,9 +102,8 @@ class StageMeter:
             with self._on_device() as meter:
                 saved = _Saved(meter)
                 self._prepare(stage, is_first)
-                batch = dataclasses.replace(
-                    micro_batch, shared={**micro_batch.shared}
-                )  # to which a stage may add
+                # to which a stage may add
+                batch = dataclasses.replace(micro_batch, shared={**micro_batch.shared})
                 hidden = None if stream is None else torch.empty_like(stream)
                 kept = hidden if keeps_input else None
                 self._begin(meter)
@@ -119,9 +117,8 @@ class StageMeter:
                 if is_first:
                     forward, cast_bytes = _without_casts(stage, forward)
                 if stage.runs_backward:
-                    gradient = (
-                        torch.empty_like(hidden) if hidden.dim() else None
-                    )  # the loss has no gradient
+                    # the loss has no gradient
+                    gradient = torch.empty_like(hidden) if hidden.dim() else None
                     del hidden
                     self._begin(meter)
                     gradient = (stage.backward_input if in_parts else stage.backward)(gradient, 0)

@@ -61,9 +61,8 @@ class Partition:
         self._steps: dict[Any, list[Step]] = {}
         self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
-        self.largest_shard = max(
-            (part.layout.shard_numel for part in trained), default=0
-        )  # elements
+        # elements
+        self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)
         # of Muon, for one matrix at a time
         self.update_bytes = 0
         self.update_products = Counter[Product]()
@@ -81,9 +80,8 @@ class Partition:
         gathered = max(
             (part.replicas.gathered_numel for part in trained if part.replicas), default=0
         )
-        self.replica_bytes = (
-            gathered * model.precision.gradients.itemsize
-        )  # for summing gradients over ranks
+        # for summing gradients over ranks
+        self.replica_bytes = gathered * model.precision.gradients.itemsize
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in whole.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
@@ -105,9 +103,8 @@ class Partition:
                     recomputation.append((levels[blocks], blocks < whole))
                     layer.recompute(*recomputation[-1])
                     blocks += 1
-            is_first = (
-                rank_of[stage.index] not in rank_of[1 : stage.index]
-            )  # of its rank, but for an embedding
+            # of its rank, but for an embedding
+            is_first = rank_of[stage.index] not in rank_of[1 : stage.index]
             makes_angles = stage.index > 0 and is_first and micro_batch.positions is not None
             before = self.whole.stages[stage.index - 1] if stage.index > 0 else None
             keeps_input = (

@@ -28,9 +28,8 @@ PARTS = {Product: "products", Pass: "passes", Attention: "attention"}
 class StepTime(NamedTuple):
     """Seconds of a step on one rank."""
 
-    parts: Mapping[
-        str, float
-    ]  # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks
+    # "products", "attention", "passes", "host"; "bubble": waits for other pipeline ranks
+    parts: Mapping[str, float]
     communication_s: float  # all collectives
     exposed_s: float  # communication not overlapped with computation
     tokens: int  # per global batch
@@ -60,12 +59,8 @@ def update_work(plan: Plan) -> Iterator[Item]:
     yield Pass(f"update {name}", numel * (UPDATE_BYTES[name] + (itemsize if itemsize < 4 else 0)))
     if config.averaging.enabled:
         yield Pass("averages", 12 * numel)
-    for (
-        product,
-        count,
-    ) in (
-        plan.partition.update_products.items()
-    ):  # of one Newton-Schulz step, divided among the ranks
+    # of one Newton-Schulz step, divided among the ranks
+    for product, count in plan.partition.update_products.items():
         yield product._replace(times=count * config.optimizer.muon_ns_steps / plan.world_size)
 
 
@@ -77,9 +72,8 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     for times, items in ((micro_batches, micro_batch_work(plan)), (1, Counter(update_work(plan)))):
         for item, count in items.items():
             parts[PARTS[type(item)]] += times * count * speeds.item_s(item, dtype)
-    blocks = (
-        config.model.num_layers + config.performance.recompute_layers // 3
-    )  # one recomputed is a third more
+    # one recomputed is a third more
+    blocks = config.model.num_layers + config.performance.recompute_layers // 3
     host = micro_batches * blocks / plan.model.ranks.world_size * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host

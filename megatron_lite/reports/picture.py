@@ -287,9 +287,8 @@ def draw(runs: Sequence[WatchedRun], baselines: Sequence[tuple[str, float]]) -> 
         highest = max(float(drawn.curve.values.max()) for drawn in rates)
         top = float(f"{highest:.2g}") or 1.0  # two digits, as the log may skip the peak
         rate = _Panel(bottom + 30, 80, (first, last), [0.0, top])
-        shapes += rate.grid(
-            RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-")
-        )  # 0.004, 5e-5
+        # 0.004, 5e-5
+        shapes += rate.grid(RATE_TICKS, lambda value: f"{value:.4g}".replace("e-0", "e-"))
         shapes.append(Words(LEFT + 4, rate.top - 4, "learning rate", MUTED_COLOR))
         for drawn in rates:
             shapes += rate.metric(drawn, PALETTE[drawn.color] if several else RATE_COLOR, 1.5)

@@ -130,9 +130,8 @@ class Ending:
         if isinstance(error, PeerError) and not isinstance(error, StoppedError) and self.places:
             error = self._explained(error)
         directory = self._own_directory()
-        prints = self._rank == 0 or (
-            not self.places and is_first_on_machine()
-        )  # machines may differ until ranks meet
+        # machines may differ until ranks meet
+        prints = self._rank == 0 or (not self.places and is_first_on_machine())
         code = exit_status.report(error, directory, prints=prints, rank=self._rank, run=self._run)
         if meeting is not None and (announces or isinstance(error, StoppedError)):
             meeting.bounded(meeting.part, PART_S)
@@ -215,12 +214,10 @@ class Ending:
         near = self._near()
         machine = self.places[self._rank].machine
         directory = self._own_directory()
-        is_silent = "imed out" in lost.detail or "did not end within" in str(
-            lost
-        )  # rather than a closed connection
-        is_silent = is_silent and not processes.gone(
-            near
-        )  # gloo's attempts to connect to a dead rank time out, too
+        # rather than a closed connection
+        is_silent = "imed out" in lost.detail or "did not end within" in str(lost)
+        # gloo's attempts to connect to a dead rank time out, too
+        is_silent = is_silent and not processes.gone(near)
         rows = [] if self._watch is None else self._watch.rows()
         newest, stopped = statuses(rows), processes.stopped(near)
         hung = stopped or _furthest_behind(self.places, newest)
@@ -344,9 +341,8 @@ class Stacks:
         self._descriptor = 2
         self._written_s = -PAUSE_S
         self._lock = threading.Lock()
-        signal.signal(
-            signal.SIGUSR2, lambda number, frame: None
-        )  # for the wake-up descriptor of `StopSignal`
+        # for the wake-up descriptor of `StopSignal`
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)
         self._register()
 
     def open(self, folder: Path | None) -> None:
@@ -387,9 +383,8 @@ class Stacks:
         with self._lock:
             self._written_s = time.monotonic()
             self._write_collectives("SIGUSR2")
-            signal.siginterrupt(
-                signal.SIGUSR2, False
-            )  # faulthandler resets this: do not interrupt system calls
+            # faulthandler resets this: do not interrupt system calls
+            signal.siginterrupt(signal.SIGUSR2, False)
 
     def _write_collectives(self, reason: str) -> None:
         progress = self._progress

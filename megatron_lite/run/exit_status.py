@@ -129,9 +129,8 @@ def print_page(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else the interpreter complains at its exit
+        # else the interpreter complains at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:

@@ -162,10 +162,8 @@ def _prepare(lock: FolderLock, directory: str) -> None:
     """Create and lock the folders of a new start. directory: as typed."""
     try:
         lock.root.mkdir(parents=True, exist_ok=True)
-        for path in (
-            lock.root / "checkpoints",
-            lock.root / "export",
-        ):  # fail now rather than at the first save
+        # fail now rather than at the first save
+        for path in (lock.root / "checkpoints", lock.root / "export"):
             if path.exists() and not path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory")
         lock.take()
@@ -352,9 +350,8 @@ class FolderLock:
                     "choose another directory"
                 )
             if not look.is_locked:
-                os.utime(
-                    self._descriptor
-                )  # reads the file system's clock: another machine's may differ
+                # reads the file system's clock: another machine's may differ
+                os.utime(self._descriptor)
                 silent_s = os.fstat(self._descriptor).st_mtime - look.beat_s
                 if look.lives is False or silent_s > DEAD_AFTER_S:
                     return

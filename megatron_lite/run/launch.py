@@ -67,13 +67,11 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "SLURM_DISTRIBUTION=arbitrary (a host file): Slurm does not name the node of rank 0; set MASTER_ADDR to "
             "it, the first line of the file"
         )
-    groups = re.findall(
-        r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"]
-    )  # 4(x2),3: 4, 4 and 3
+    # 4(x2),3: 4, 4 and 3
+    groups = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", step["STEP_TASKS_PER_NODE"])
     tasks = [count for count, times in groups for _ in range(int(times or 1))][int(step["NODEID"])]
-    listed = re.sub(
-        r"\[([0-9]+)[^]]*\]", r"\1", step["STEP_NODELIST"]
-    )  # node[03-05,9],other: node03,other
+    # node[03-05,9],other: node03,other
+    listed = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", step["STEP_NODELIST"])
     host = "127.0.0.1" if tasks == step["STEP_NUM_TASKS"] else listed.partition(",")[0]
     port = str(
         _SLURM_PORTS.start + (int(step["JOB_ID"]) + int(step["STEP_ID"])) % len(_SLURM_PORTS)
@@ -187,9 +185,8 @@ def requested_threads() -> int | None:
         and "TORCHELASTIC_RUN_ID" in os.environ
         and (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1"
     ):
-        environment = proc_file(
-            os.getppid(), "environ"
-        )  # empty if not on Linux: believe the variable
+        # empty if not on Linux: believe the variable
+        environment = proc_file(os.getppid(), "environ")
         given = any(line.startswith(b"OMP_NUM_THREADS=") for line in environment.split(b"\0"))
         return 1 if given or not environment else None
     return number

@@ -24,9 +24,8 @@ POLL_S = 0.25
 GONE = 0  # instead of the launcher's PID
 REAPER = b"slurmstepd"  # adopts orphans, like process 1, and belongs to another user
 MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # variables that torchrun sets for each rank
-DEATH_SIGNAL = (
-    signal.SIGTRAP
-)  # from the kernel when the parent dies; its number, 5, is the seconds that remain
+# from the kernel when the parent dies; its number, 5, is the seconds that remain
+DEATH_SIGNAL = signal.SIGTRAP
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # Linux: a process that is shutting down
 
@@ -86,14 +85,12 @@ def launcher_of(marks: Mapping[str, str]) -> int | None:
 def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
     if not processes.PROC.is_dir():
         return parent if parent > 1 else GONE
-    while (
-        parent > 1 and _environment(parent).items() >= marks.items()
-    ):  # a script between torchrun and this process
+    # a script between torchrun and this process
+    while parent > 1 and _environment(parent).items() >= marks.items():
         fields = stat_fields(parent)
         parent = int(fields[1]) if fields else os.getppid()
-    with contextlib.suppress(
-        OSError
-    ):  # torchrun gives each rank a session; a shell with old variables does not
+    # torchrun gives each rank a session; a shell with old variables does not
+    with contextlib.suppress(OSError):
         if parent == 0 or os.getsid(parent) == os.getsid(0):
             return None
     # A torchrun, or any other program that starts ranks with torch's library.
@@ -127,9 +124,8 @@ def end_with_parent() -> None:
 
 
 def _print(message: str) -> None:
-    from megatron_lite.run.launch import (
-        is_first_on_machine,
-    )  # later: the watch begins before slow imports
+    # later: the watch begins before slow imports
+    from megatron_lite.run.launch import is_first_on_machine
 
     if is_first_on_machine():
         print(f"ERROR: {message}", file=sys.stderr, flush=True)

@@ -86,9 +86,8 @@ class Storage:
     def __init__(
         self, address: str, flag: str, limit_s: float = SILENCE_S, anonymous: bool = True
     ) -> None:
-        logging.getLogger("gcsfs").setLevel(
-            logging.CRITICAL
-        )  # it logs tracebacks of what it also raises
+        # it logs tracebacks of what it also raises
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         try:
             from fsspec.core import url_to_fs
 
@@ -225,9 +224,8 @@ class RemoteFolder(Storage):
 
     def _put(self, name: str, put: Callable[[str], None]) -> None:
         there = self.at(name)
-        if (
-            self.system.async_impl
-        ):  # an object store: it has no folders, and an object is whole or absent
+        # an object store: it has no folders, and an object is whole or absent
+        if self.system.async_impl:
             return put(there)
         self.system.makedirs(there.rpartition("/")[0], exist_ok=True)
         put(f"{there}.part")

@@ -105,9 +105,8 @@ def _decayed(
     if style == "cosine":
         falling = 0.5 * (1.0 + math.cos(math.pi * over))
         return _between(floor, peak, falling**options.lr_cosine_exponent)
-    assert style in ("linear", "power"), (
-        style
-    )  # linear is power with exponent 1 unless another is given
+    # linear is power with exponent 1 unless another is given
+    assert style in ("linear", "power"), style
     return _between(peak, floor, over)
 
 

@@ -58,10 +58,8 @@ def model(draft: Draft) -> Problems:
     )
     fill(draft, add_qkv_biases=draft.add_linear_biases, add_mlp_biases=draft.add_linear_biases)
     fill(draft, use_position_embeddings=not draft.use_rotary_embeddings)
-    scaled = draft.use_rotary_embeddings and draft.rope_type in (
-        "llama3",
-        "yarn",
-    )  # they derive numbers from it
+    # they derive numbers from it
+    scaled = draft.use_rotary_embeddings and draft.rope_type in ("llama3", "yarn")
     fill(draft, max_position_embeddings=max(2048 if scaled else 1, draft.sequence_length))
     if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
         rule = (
@@ -72,9 +70,8 @@ def model(draft: Draft) -> Problems:
     yield from _rotary(draft)
     std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
     fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
-    residual_std = std / math.sqrt(
-        2 * draft.num_layers
-    )  # every block adds two outputs to the residual stream
+    # every block adds two outputs to the residual stream
+    residual_std = std / math.sqrt(2 * draft.num_layers)
     fill(draft, init_method_std_attn_proj=residual_std, init_method_std_mlp_2=residual_std)
 
 
@@ -307,9 +304,8 @@ def data(draft: Draft) -> Problems:
             draft.tokenizer_file = None
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
-    if (
-        is_default and own
-    ):  # as in Megatron-LM, a validation set of its own leaves the rest to training
+    # as in Megatron-LM, a validation set of its own leaves the rest to training
+    if is_default and own:
         draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
     for flag in own.values():
         yield from parsing(flag, weighted_paths, getattr(draft, flag), flag)

@@ -14,9 +14,8 @@ class Layer(Protocol):
     the meta device."""
 
     name: str  # unique in the model
-    borrows_from: tuple[
-        torch.nn.Module, ...
-    ]  # layers whose parameters this one also uses (a tied head: the embedding)
+    # layers whose parameters this one also uses (a tied head: the embedding)
+    borrows_from: tuple[torch.nn.Module, ...]
     borrowed: tuple[str, ...]  # the names of these parameters
     gradients_in_forward: (
         bool  # the forward pass already writes parameter gradients (the loss does)

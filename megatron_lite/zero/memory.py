@@ -68,9 +68,8 @@ class Memory:
         )
         self.weights = self._buffers(weight_plan, precision.training)
         self.gradients = self._buffers(grad_plan, precision.gradients)
-        self.updates = self._buffers(
-            update_plan, torch.bfloat16
-        )  # Muon rounds to bf16 before orthogonalizing
+        # Muon rounds to bf16 before orthogonalizing
+        self.updates = self._buffers(update_plan, torch.bfloat16)
         for stage in stages:
             update, gradients = (
                 plan.placement.get(stage.index) for plan in (update_plan, grad_plan)

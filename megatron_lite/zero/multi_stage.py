@@ -82,9 +82,8 @@ class MultiStage:
         head = every[-1].numel + sum(
             every[lender].numel for lender, borrower in ties if borrower == every[-1].index
         )
-        work = (
-            head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))
-        )  # products: as the weights
+        # products: as the weights
+        work = head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))
         self.pipeline = place(
             self.ranks.world_size, len(every), name, config.pipeline_placement, work
         )

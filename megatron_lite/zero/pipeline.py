@@ -25,9 +25,8 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.system import ONE_LOOP, number_of_chunks
 
-Kind = Literal[
-    "forward", "backward", "input", "weights"
-]  # a backward pass is whole, or one of its two parts
+# a backward pass is whole, or one of its two parts
+Kind = Literal["forward", "backward", "input", "weights"]
 Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
 
 
@@ -102,9 +101,8 @@ def place(
     owners = [Pipeline(ranks, (), placement).rank_of_chunk(chunk) for chunk in range(count)]
     sizes, work = [1] * count, [float(owners.count(rank)) for rank in range(ranks)]
     work[owners[-1]] += head if schedule in ONE_LOOP else 0.0
-    for _ in range(
-        blocks - count
-    ):  # to the least work; of equals to the last, which holds fewer activations
+    # to the least work; of equals to the last, which holds fewer activations
+    for _ in range(blocks - count):
         rank = min(range(ranks), key=lambda rank: (work[rank], -rank))
         chunk = min(
             (chunk for chunk in range(count) if owners[chunk] == rank), key=lambda c: (sizes[c], -c)
@@ -165,12 +163,10 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
     rank_of = [pipeline.rank_of_chunk(chunk) for chunk in range(count)]
     found: Passes = [[] for _ in own]
     end, free = dict[Pass, float](), [0.0] * pipeline.ranks
-    held, back = (
-        [0] * pipeline.ranks for _ in range(2)
-    )  # activations, and those of the rank's last chunk
-    coming: dict[Kind, list[int]] = {
-        kind: [0] * count for kind in ("input", "forward", "weights")
-    }  # by priority
+    # activations, and those of the rank's last chunk
+    held, back = ([0] * pipeline.ranks for _ in range(2))
+    # by priority
+    coming: dict[Kind, list[int]] = {kind: [0] * count for kind in ("input", "forward", "weights")}
 
     nearly = 0.05 * sum(map(sum, durations)) / count / 3
 

@@ -104,13 +104,11 @@ class HybridStage(Stage):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.reductions = 0  # in the group, until the step's last
-        self.reduced: deque[HybridStage] = (
-            deque()
-        )  # stages of this rank whose last reduction is under way
+        # stages of this rank whose last reduction is under way
+        self.reduced: deque[HybridStage] = deque()
         self._reduction: Handle | None = None  # across replicas
-        groups = [
-            part.group for part in self.parts
-        ]  # a tied head without a norm's weight has no parts
+        # a tied head without a norm's weight has no parts
+        groups = [part.group for part in self.parts]
         on_gpu = any(group.device.type == "cuda" and group.world_size > 1 for group in groups)
         self._stream = torch.cuda.Stream() if on_gpu else None
 

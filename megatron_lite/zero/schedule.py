@@ -49,9 +49,8 @@ class Step:
     needs: Stages  # stages whose full weights the pass uses
     gather: Stages  # stages whose gather starts before the pass, for the pass or as a prefetch
     accumulate: Stages  # stages whose gradient buffers the pass writes
-    reduce: tuple[
-        tuple[int, bool], ...
-    ]  # (stage, add to its shard?) whose reduction starts after the pass
+    # (stage, add to its shard?) whose reduction starts after the pass
+    reduce: tuple[tuple[int, bool], ...]
     receive: tuple[Message, ...] = ()  # transfers that start before the pass
     take: Message | None = None  # the input's
     send: Message | None = None  # the result's

@@ -86,9 +86,8 @@ class Bench:
         self.dcp_state = {
             f"rank_{distributed.rank}.{tensor.name}": tensor.read() for tensor in self.tensors
         }
-        self.dcp_group = dist.new_group(
-            backend="gloo"
-        )  # for DCP's thread, while the main thread continues
+        # for DCP's thread, while the main thread continues
+        self.dcp_group = dist.new_group(backend="gloo")
         # Reuses its host copy between saves, as ours does; memory that it allocates itself would be
         # pinned.
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
@@ -196,9 +195,8 @@ class Bench:
         self.distributed.barrier()
         seconds, memory = time.perf_counter() - begun_s, processor.memory_bytes("VmHWM") - before
         if "background" in name:
-            memory += sum(
-                tensor.num_bytes for tensor in self.tensors
-            )  # the host copy, reused between turns
+            # the host copy, reused between turns
+            memory += sum(tensor.num_bytes for tensor in self.tensors)
         figures = {"seconds": seconds, "blocked_s": blocked_s, "memory_bytes": memory}
         ranks = self.distributed.gather_objects(figures)
         return {figure: max(rank[figure] for rank in ranks) for figure in figures}

@@ -147,9 +147,8 @@ class Goal:
     goal: float
     moonshot: float | None = None
     at_least: bool = False
-    where: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings of the runs that the goal applies to
+    # settings of the runs that the goal applies to
+    where: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, rows: Rows) -> float | None:
         """Return the measured value, the median of a spread; None if it was not measured."""

@@ -17,9 +17,8 @@ Figures = dict[str, Any]
 class Record:
     """The turns of one contestant."""
 
-    turns: list[Figures | None] = field(
-        default_factory=list
-    )  # by round; None: failed in this round or earlier
+    # by round; None: failed in this round or earlier
+    turns: list[Figures | None] = field(default_factory=list)
     counts: list[bool] = field(default_factory=list)  # by round
     failure: str | None = None
 

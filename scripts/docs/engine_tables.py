@@ -35,9 +35,8 @@ DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
 LEVELS = ("none", "activation", "full")
 MIB, GIB = 2**20, 2**30
-Rows = Iterator[
-    tuple[str | int | float, ...]
-]  # header and cells; a float is shown with one decimal
+# header and cells; a float is shown with one decimal
+Rows = Iterator[tuple[str | int | float, ...]]
 
 
 @cache

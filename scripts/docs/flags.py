@@ -154,9 +154,8 @@ def _cases(name: str, known: Mapping[str, list[tuple[str, Row]]]) -> list[tuple[
         if end in SPELLINGS:
             return [("", Row((end,)))]
     cases = next(known[group] for group in reversed(name.split(".")) if group in known)
-    return [
-        (case, row._replace(only=())) for case, row in cases
-    ]  # only the group itself takes these values
+    # only the group itself takes these values
+    return [(case, row._replace(only=())) for case, row in cases]
 
 
 def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[GuideRow]:
@@ -178,10 +177,8 @@ def _rows(name: str, default: object, cases: list[tuple[str, Row]]) -> Iterator[
             and default_words(flag) != "none"
         )
         same = place == 0 and (name in SAME_DEFAULT or (derived and {*defaults} - {""} == {"none"}))
-        same = same and name not in (
-            "lr_decay_iters",
-            "zero_stage",
-        )  # none means something else in Fast-LLM
+        # none means something else in Fast-LLM
+        same = same and name not in ("lr_decay_iters", "zero_stage")
         yield GuideRow(option, defaults, cell, cell_text(row.remark), flag, same)
 
 

@@ -62,10 +62,8 @@ LAYOUT: Mapping[str, Dimension] = MappingProxyType(
 MICRO_BATCHES = ("depth_first_micro_batches", "breadth_first_micro_batches")
 OTHERS = ("freeze",)  # options that a restart may leave out
 EIGHT_BIT_OPTIONS = {"fp8", "int8"}
-REDUCES = (
-    "zero_stage",
-    "num_grad_buffers",
-)  # change the sums of gradients that accumulate depth-first
+# change the sums of gradients that accumulate depth-first
+REDUCES = ("zero_stage", "num_grad_buffers")
 
 
 def flags_of(text: str) -> Flags:
@@ -337,9 +335,8 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
         return None
     elif config.model.tie_word_embeddings and config.multi_stage.pipeline_placement == "loop":
         depth, breadth = 1, depth * breadth  # the embedding's part of a tied gradient comes last
-    numbers = dict(
-        zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True)
-    )  # both: else a schedule changes sizes
+    # both: else a schedule changes sizes
+    numbers = dict(zip(MICRO_BATCHES, map(str, (depth, breadth)), strict=True))
     return Layout(
         exact.ranks,
         {**exact.kept([name for name in LAYOUT if name not in MICRO_BATCHES]), **numbers},

@@ -32,12 +32,10 @@ class Limits(NamedTuple):
 
 
 EXACT = Limits(0.0, 0.0, 0.0, 0.0, 0.0)
-FP32 = Limits(
-    1e-6, 1e-5, 1e-4, 5e-4, 1e-3
-)  # losses as docs/parallelism.md promises, and what follows
-FP16 = Limits(
-    1e-3, 5e-3, 0.1, 0.1, 0.1
-)  # one rank sums before it rounds, several round before they sum
+# losses as docs/parallelism.md promises, and what follows
+FP32 = Limits(1e-6, 1e-5, 1e-4, 5e-4, 1e-3)
+# one rank sums before it rounds, several round before they sum
+FP16 = Limits(1e-3, 5e-3, 0.1, 0.1, 0.1)
 BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
 # Muon rounds to bf16, and a larger rate makes more of it; Lion makes a whole step of the sign of a
 # sum near zero.

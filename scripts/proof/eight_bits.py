@@ -32,9 +32,8 @@ from megatron_lite.kernels.eight_bit import GRADIENT, INPUT, WEIGHT, EightBit, R
 
 KINDS = ("input", "weight", "gradient")
 DIMENSIONS = ("ti", "oi", "to")  # of these
-OF_SUM = (
-    2.0**-23
-)  # each addition in fp32 rounds by half of this; those of a sum in blocks and its scales by less
+# each addition in fp32 rounds by half of this; those of a sum in blocks and its scales by less
+OF_SUM = 2.0**-23
 OF_UNITS = 2.0**-12  # those of a GPU's units, which add fp8 products with fewer bits
 
 
@@ -52,9 +51,8 @@ class Use(NamedTuple):
     fault: str  # what is wrong in this rank already
 
 
-Factors = tuple[
-    Any, tuple[Tensor, int, str], tuple[Tensor, int, str]
-]  # weight; two of values, kind, over
+# weight; two of values, kind, over
+Factors = tuple[Any, tuple[Tensor, int, str], tuple[Tensor, int, str]]
 
 
 def _of_forward(x: Any, weight: Any, bias: Any) -> Factors:
@@ -146,9 +144,8 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         return values.round().clamp(-127, 127)
     numbers = torch.finfo(dtype)
-    power = (values.view(torch.int32) & 0x7F800000).view(
-        torch.float32
-    )  # of two, not above the value
+    # of two, not above the value
+    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(min=numbers.smallest_normal).mul_(numbers.eps)
     return (values / step).round_().mul_(step).clamp_(-numbers.max, numbers.max)
 

@@ -42,9 +42,8 @@ MASK = "mask"
 RUN = "run"
 COUNTED = "counted"  # begins the names of numbers that no rounding changes
 Prepare = Callable[[], None]
-Piece = tuple[
-    str, str, int, Tile, Any
-]  # kind, parameter, elements of the whole, place of these, numpy array
+# kind, parameter, elements of the whole, place of these, numpy array
+Piece = tuple[str, str, int, Tile, Any]
 
 
 class Told(NamedTuple):
@@ -71,9 +70,8 @@ class Step(NamedTuple):
     after it."""
 
     iteration: int
-    numbers: dict[
-        str, float
-    ]  # loss, norm of the gradient, what is counted, and losses of an evaluation after it
+    # loss, norm of the gradient, what is counted, and losses of an evaluation after it
+    numbers: dict[str, float]
     tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
 
     def before(self, kind: str, name: str) -> Tensor:
@@ -140,9 +138,8 @@ class Ranks:
         ]
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(
-            errors, key=lambda error: isinstance(error, PeerError)
-        ):  # which follows from another
+        # which follows from another
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):
             if isinstance(error, BrokenProcessPool):
                 self._processes = []  # a dead one serves no further run
             if isinstance(error, UsageError):

@@ -22,12 +22,8 @@ from tests.support.fakes import FakePart, Layout, Values, empty_model, put, same
 
 NAMES = tuple(spec.name for spec in SPECS)
 EMBEDDING, BLOCK = NAMES[:1], NAMES[1:5]
-MIXED = (
-    NAMES[0],
-    NAMES[2],
-    NAMES[3],
-    NAMES[7],
-)  # some stages have both kinds of parameters, whatever their number
+# some stages have both kinds of parameters, whatever their number
+MIXED = (NAMES[0], NAMES[2], NAMES[3], NAMES[7])
 
 
 def expected(saved: Values, layout: Layout) -> Values:
@@ -252,9 +248,8 @@ def test_any_set_reads_any_other(
 ) -> None:
     """(moments, averaged) of a parameter: across ranks and stages, with masters that are copies on
     either side."""
-    turn = (
-        SETS.index(saving) % 2
-    )  # each pair of sets with and without frozen parameters, copies on one side
+    # each pair of sets with and without frozen parameters, copies on one side
+    turn = SETS.index(saving) % 2
     for count, (copies, frozen) in enumerate([(bool(turn), ()), (not turn, MIXED)]):
         saved = save(tmp_path / str(count), 10, 1, 3, 3, **saving, copies=copies, frozen=frozen)
         loaded, values, lines = load(tmp_path / str(count), 2, 8, **loading, copies=not copies)

@@ -341,9 +341,8 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
         made = make(root, f"s3://{bucket.name}/run", max_checkpoints=1)
         (root / "metrics.jsonl").unlink()  # so that the checkpoint comes first
         (root / "wandb.json").unlink()
-        monkeypatch.setattr(
-            made, "_check_claim", lambda: None
-        )  # the checkpoint meets the slow store
+        # the checkpoint meets the slow store
+        monkeypatch.setattr(made, "_check_claim", lambda: None)
         proxy.open.clear()
         made.update()
         wait_until(lambda: made.held() == {10})
@@ -355,10 +354,8 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
         proxy.open.set()
         finish(made)
     puts = [path.split("/")[-2] for path in server.take("PUT") if path.endswith("manifest.json")]
-    assert [*dict.fromkeys(puts)] == [
-        "10",
-        "40",
-    ]  # the library sends again what took long on a busy machine
+    # the library sends again what took long on a busy machine
+    assert [*dict.fromkeys(puts)] == ["10", "40"]
 
 
 def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> None:
@@ -413,9 +410,8 @@ def test_rotation_follows_after_the_newer_one_is_there(
     assert ("PUT", f"/{bucket.name}/run/checkpoints/50/manifest.json") in order[:first]
     assert order[first][1].endswith("/manifest.json")
     save(elsewhere / "checkpoints", 60, 60)
-    finish(
-        made
-    )  # the thread has found and sent it before the run deletes another and tells what is to stay
+    # the thread has found and sent it before the run deletes another and tells what is to stay
+    finish(made)
     shutil.rmtree(elsewhere / "checkpoints" / "40")
     made.update((2, 60, None, set()))
     finish(made)

@@ -455,9 +455,8 @@ class World:
             found[max(found)] if (found := self.whole(one)) else "" for one in (own, before)
         )
         options = CheckpointConfig(mirror=self.address, mirror_ahead=side)
-        if (
-            not here and not there and "mirror.json" in before
-        ):  # the disk was lost during the first upload
+        # the disk was lost during the first upload
+        if not here and not there and "mirror.json" in before:
             with pytest.raises(StorageError, match="--adopt_mirror=1"):
                 Mirror(root, options).compare()
             options = dataclasses.replace(options, adopt_mirror=True)

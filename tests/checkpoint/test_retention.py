@@ -130,13 +130,11 @@ def test_random_histories(data: st.DataObject, events: list[str]) -> None:
         if event == "start":
             items, keep, deletes_old, step = data.draw(STARTS)
             rules = keep_rules(items)
-            iteration = resumed_at = max(
-                good, default=0
-            )  # a run resumes from its newest good checkpoint
+            # a run resumes from its newest good checkpoint
+            iteration = resumed_at = max(good, default=0)
         elif event == "damage" and len(good) > 1:
-            del good[
-                data.draw(st.sampled_from(sorted(good)))
-            ]  # is seen by the manifest or the sizes
+            # is seen by the manifest or the sizes
+            del good[data.draw(st.sampled_from(sorted(good)))]
         elif event == "bad step" and good:
             held = [*held, max(good)][-3:]
         elif event == "save":
@@ -262,9 +260,8 @@ def test_a_save_costs_the_same_with_any_number(
             files <= 4
             and num_bytes <= 2.1 * (root / f"{number + 3}" / "manifest.json").stat().st_size
         )
-        costs.append(
-            found[1:] if how != "by the rules" else found
-        )  # the first save of a start may read each once
+        # the first save of a start may read each once
+        costs.append(found[1:] if how != "by the rules" else found)
         there = {int(path.name) for path in root.iterdir()}
         assert there >= set(range(1, number + 1)) and (number + 2 in there) == (
             how != "by earlier rules"

@@ -154,9 +154,8 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
 class Trained(NamedTuple):
     """The results of a model on all layouts, whose checkpoints are good and as large as planned."""
 
-    losses: dict[
-        int, list[float]
-    ]  # by number; 10 times it: what the first layout loads again; 0: never loaded
+    # by number; 10 times it: what the first layout loads again; 0: never loaded
+    losses: dict[int, list[float]]
     contents: dict[int, Contents]
     exports: dict[int, dict[str, str]]
     pretrained: dict[str, list[list[str]]]  # by layout and kind, of all ranks

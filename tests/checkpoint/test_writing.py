@@ -336,9 +336,8 @@ def test_every_crash_point_of_a_save(iteration: int, error: BaseException, tmp_p
         assert is_new or failed, "a save that succeeded is the one that is loaded"
         outcomes.append(is_new)
         save(root, 30, 3)
-        left = {
-            name for name in names(root) if not name.startswith("10.aside-")
-        }  # an unreadable old one is kept
+        # an unreadable old one is kept
+        left = {name for name in names(root) if not name.startswith("10.aside-")}
         assert left == ({"10", "20", "30"} if iteration == 20 and is_new else {"10", "30"})
         assert same(load(root)[1], random_values(SPECS, 3))
     assert outcomes[-1] is True

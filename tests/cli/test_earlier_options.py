@@ -185,9 +185,8 @@ def test_a_saved_configuration_is_read_with_the_same_numbers(words: str) -> None
     """Nothing differs on a resume, and the rate of every iteration is the same."""
     config = resolve(parse([*RUN, *words.split()]).config, 1)
     current = with_current_names(saved_earlier(config))
-    assert (
-        checkpoint_values(current, "here").keys() == vars(config.model).keys()
-    )  # no option is unknown
+    # no option is unknown
+    assert checkpoint_values(current, "here").keys() == vars(config.model).keys()
     assert {name: current[name] for name in PAIRS} == {
         name: flatten(config)[name] for name in PAIRS
     }

@@ -183,9 +183,8 @@ def test_the_program_answers_as_the_table_says() -> None:
             continue
         said = answer(f"--{name}")  # without a value, all cases
         assert said.startswith(f"--{name} is not a flag here: ")
-        if (
-            row["here"] == "refused" and "(" in row["option"]
-        ):  # a case in which there is nothing to write
+        # a case in which there is nothing to write
+        if row["here"] == "refused" and "(" in row["option"]:
             assert remark_of(row) in said
         elif row["here"] == "refused":
             assert said.removesuffix(NO_FLAG) == f"--{name} is not a flag here: {remark_of(row)}"

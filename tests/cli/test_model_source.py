@@ -190,9 +190,8 @@ def test_options_that_follow_from_a_typed_flag(tmp_path: Path) -> None:
         0.3,
     )
     assert pretrained(folder, "--hidden_dropout=0")["embedding_dropout"] == 0.0
-    assert (
-        pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2
-    )  # which says nothing new
+    # which says nothing new
+    assert pretrained(folder, "--hidden_dropout=0.1")["embedding_dropout"] == 0.2
     assert pretrained(folder, "--init_method_std=0.5")["init_method_std_mlp_1"] == 0.5
 
 
@@ -352,10 +351,8 @@ def test_the_architecture_of_the_folder_is_kept(tmp_path: Path) -> None:
     other = [start, "--dataset_source=random", "--ignore_pretrained_config=1"]
     assert parse([*other, "--add_mlp_biases=1"]).config.training.export_model_type is None
     assert parse([*other, "--export_model_type=llama"]).config.training.export_model_type == "llama"
-    for exports in (
-        ["--export_interval=1", "--experiment_dir=/x"],
-        [],
-    ):  # without, checkpoints keep it
+    # without, checkpoints keep it
+    for exports in (["--export_interval=1", "--experiment_dir=/x"], []):
         wrong = resolve(parse([*other, "--export_model_type=gpt2", *exports]).config, 1)
         with pytest.raises(
             UsageError, match=r"--export_model_type=gpt2 cannot express.*--gated=0 \(not 1\)"

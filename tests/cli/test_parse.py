@@ -159,11 +159,8 @@ def test_none_and_empty_values() -> None:
             )
         elif not flag.is_text and not flag.is_list and "none" not in flag.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
-        starts_from = (
-            "pretrained_checkpoint_path",
-            "load_checkpoint_path",
-            "mirror",
-        )  # else weeks from scratch
+        # else weeks from scratch
+        starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path", "mirror")
         if flag.is_text and flag.name not in starts_from:
             assert value([f"--{flag.name}="], flag.name) == flag.default
             assert value([f"--{flag.name}", ""], flag.name) == flag.default
@@ -589,9 +586,8 @@ def test_other_spellings_are_named() -> None:
     """A flag of another program is refused with what to write."""
     for place, name in enumerate(name for name in INSTEAD if not name.endswith("*")):
         spellings = ([f"--{name}"], [f"--{name}=?!"], [f"--{name.replace('_', '-')}", "?!"])
-        argv = spellings[
-            place % 3 if len(by_name()[name]) == 1 else 0
-        ]  # a value would choose a case
+        # a value would choose a case
+        argv = spellings[place % 3 if len(by_name()[name]) == 1 else 0]
         assert f"is not a flag here: {INSTEAD[name]}" in problem(argv), argv
 
 

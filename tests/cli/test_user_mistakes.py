@@ -134,9 +134,8 @@ def every_answer() -> Iterator[tuple[str, str]]:
     for name in (name.removesuffix(ANY_END) for name in INSTEAD if name.endswith(ANY_END)):
         yield f"{name}zzz", answer([f"--{name}zzzzzzzz=1"]).partition(": ")[2]
     yield from table().values.items()
-    for flag in (
-        flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"
-    ):  # any text is a path
+    # any text is a path
+    for flag in (flag for flag in FLAGS.values() if flag.name != "pretrained_checkpoint_path"):
         for value in ("", "!", "-7.5", "yes", "4K", "99999999999999999999999"):
             try:
                 parse([f"--{flag.name}={value}", "--dataset_source=random"])

@@ -67,9 +67,8 @@ def check(path: Path, ending: str, data: bytes, is_damaged: bool) -> None:
     except DataError as error:
         assert str(path) in str(error) and (expected is None or is_damaged)
         return
-    printed = expected == b"".join(
-        LINES[: len(found)]
-    )  # of a file that was cut between two streams, fewer
+    # of a file that was cut between two streams, fewer
+    printed = expected == b"".join(LINES[: len(found)])
     assert found == TEXTS or (printed and found == TEXTS[: len(found)])
 
 

@@ -370,9 +370,8 @@ def test_tables(tmp_path: Path) -> None:
 
 def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By line, key and rule; with --strict the first one ends the work."""
-    thinks = (
-        tmp_path / "thinks.jinja"
-    )  # drops what was thought before the last question, as Qwen 3 does
+    # drops what was thought before the last question, as Qwen 3 does
+    thinks = tmp_path / "thinks.jinja"
     thinks.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] if not loop.last else m.content }}\n"
         "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

@@ -40,9 +40,8 @@ from scripts.proof.tokenizer_ids import code_points, differing, stress_texts, wi
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"
 ENDINGS = (".bin", ".idx", ".tokenizer.json")
-OWN_PARTS = [
-    line for line in listed(PARTS) if '"trim_offsets":false' not in line
-]  # which changes no id
+# which changes no id
+OWN_PARTS = [line for line in listed(PARTS) if '"trim_offsets":false' not in line]
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 

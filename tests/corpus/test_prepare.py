@@ -96,9 +96,8 @@ def test_result_does_not_depend_on_processes_or_pieces(
         )
         results.append(files(output))
         lines = capsys.readouterr().err.splitlines()
-        messages.append(
-            [line for line in lines if not line.startswith("tokenizing: ")]
-        )  # shown on slow machines
+        # shown on slow machines
+        messages.append([line for line in lines if not line.startswith("tokenizing: ")])
     assert all(result == results[0] for result in results[1:])
     assert messages == [messages[0]] * 3 and any(
         "b.jsonl: line 31: not JSON" in line for line in messages[0]

@@ -12,10 +12,8 @@ from megatron_lite.data.indexed_dataset import TOKEN_DTYPES, IndexedDataset
 from tests.support.token_files import write_documents
 
 pytest.importorskip("megatron")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning"),
-]  # slow to import
+# slow to import
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*__array__:DeprecationWarning")]
 
 # Each document has one or more sequences; some are empty.
 DOCUMENTS: list[list[list[int]]] = [

@@ -106,9 +106,8 @@ def check_tiling(order: SampleOrder, num_tokens: int, length: int) -> None:
             elif size > 20 and order.era != 1:
                 assert (np.diff(own) != length).any()
     if order.shuffle == "full" and size > 20:
-        assert (
-            len(set(sampler.places(np.arange(size))[0].tolist())) == 3
-        )  # not one epoch after the other
+        # not one epoch after the other
+        assert len(set(sampler.places(np.arange(size))[0].tolist())) == 3
 
 
 def test_windows_stay_in_their_place() -> None:
@@ -222,9 +221,8 @@ def test_random_tokens_are_uniform_and_pure() -> None:
     tokens = random_tokens(np.arange(1000), 100, 50, key=3)
     assert tokens.shape == (1000, 100) and tokens.dtype == np.int64
     counts = np.bincount(tokens.reshape(-1), minlength=50)
-    assert (
-        len(counts) == 50 and ((counts - 2000) ** 2 / 2000).sum() < 100
-    )  # 49 degrees: the 99.99 % point is 95
+    # 49 degrees: the 99.99 % point is 95
+    assert len(counts) == 50 and ((counts - 2000) ** 2 / 2000).sum() < 100
     for length, key, same in ((100, 3, True), (60, 3, True), (100, 4, False)):
         assert (
             random_tokens(np.array([17]), length, 50, key)[0] == tokens[17, :length]

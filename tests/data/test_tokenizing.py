@@ -163,9 +163,8 @@ def test_copy_keeps_special_tokens_and_needs_no_end_of_document(
         "eos_token_id": None,
     }
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()).items() >= named.items()
-    copy_tokenizer(
-        str(source), tmp_path
-    )  # after training the ids count, which another class could change
+    # after training the ids count, which another class could change
+    copy_tokenizer(str(source), tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (
         written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["bos_token"] == "[STOP]"

@@ -156,16 +156,8 @@ def test_a_vocabulary_of_any_size_and_shared_heads_are_taken() -> None:
     tiny_config(4, tensor_parallel=4, vocab_size=61, num_attention_heads=8, head_groups=2)
 
 
-UNKNOWN = (
-    "$",
-    "<",
-    "...",
-    "@",
-    "--world_size",
-    "pretrained",
-    "--dry_run",
-    "--load_",
-)  # run, or resolved, elsewhere
+# run, or resolved, elsewhere
+UNKNOWN = ("$", "<", "...", "@", "--world_size", "pretrained", "--dry_run", "--load_")
 
 
 def commands() -> list[tuple[str, str]]:

@@ -35,11 +35,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_paths_in_documents_exist() -> None:
     """A path into the tree in a line of code, and a module after `python -m`, is there."""
-    written = (
-        "docs/gpu_report.json",
-        "docs/stable/notes",
-        "docs/main/",
-    )  # by a script; parts of addresses
+    # by a script; parts of addresses
+    written = ("docs/gpu_report.json", "docs/stable/notes", "docs/main/")
     for document in DOCUMENTS:
         text = document.read_text("utf-8")
         paths = set(

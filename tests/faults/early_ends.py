@@ -148,9 +148,8 @@ def _targets(moment: Moment, start: Start) -> list[int]:
 
 def _has_begun(moment: Moment, start: Start, experiment: Path) -> bool:
     ranks = _ranks(moment, start)
-    if len(ranks) < moment.ranks or not all(
-        catches(pid, signal.SIGUSR1) for pid in ranks
-    ):  # unlike torchrun
+    # unlike torchrun
+    if len(ranks) < moment.ranks or not all(catches(pid, signal.SIGUSR1) for pid in ranks):
         return False
     if not moment.phase:
         return True
@@ -174,9 +173,8 @@ def _wrong(moment: Moment, outcome: Outcome, experiment: Path, is_owned: bool) -
         or (moment.how == "forked" and "Traceback" in output)
     ):
         yield f"a stack in the output: {said}"
-    at_once = (
-        moment.number == signal.SIGKILL and not moment.phase
-    )  # between the folder of the start and exit.json
+    # between the folder of the start and exit.json
+    at_once = moment.number == signal.SIGKILL and not moment.phase
     if is_owned and not _owned(ended) and not at_once:
         yield f"exit.json is of another start: {said}"
     if (ended["status"], code) not in (

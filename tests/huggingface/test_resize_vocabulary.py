@@ -91,9 +91,8 @@ def test_a_run_with_more_tokens_exports_and_resumes(tmp_path: Path) -> None:
     given = {"pretrained_checkpoint_path": str(tmp_path / "cut"), "num_workers": 0}
     plain = run_distributed(1, train, given)[0].initial["embedding.word.weight"]
     more = {**given, "vocab_size": old + 40, "resize_vocabulary": "mean", "zero_stage": 3}
-    rows = run_distributed(2, train, more)[0].initial[
-        "embedding.word.weight"
-    ]  # from a checkpoint of its own
+    # from a checkpoint of its own
+    rows = run_distributed(2, train, more)[0].initial["embedding.word.weight"]
     assert np.array_equal(rows[: old + 5], plain) and np.allclose(
         rows[old + 5 :], plain.mean(0), atol=1e-7
     )

@@ -144,6 +144,5 @@ def test_gelu_in_pieces_is_the_formula(gated: bool) -> None:
     z = FUNCTIONS["gelu"][0](gate)
     assert z.is_contiguous() and torch.equal(gate, before)
     torch.testing.assert_close(z.double(), exact, atol=2e-6, rtol=2e-6)
-    assert torch.equal(
-        z[:2], FUNCTIONS["gelu"][0](gate[:2])
-    )  # an element's value does not depend on its piece
+    # an element's value does not depend on its piece
+    assert torch.equal(z[:2], FUNCTIONS["gelu"][0](gate[:2]))

@@ -150,9 +150,8 @@ def bits(shard: Shard) -> list[bytes]:
     return [t.cpu().view(torch.int16).numpy().tobytes() for t in (*forms_of(shard), *shard[2:])]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:(divide by zero|invalid value):RuntimeWarning"
-)  # in the dropped update
+# in the dropped update
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(
     ("form", "dtype", "nesterov", "triton"), covering(FORMS, GRADIENTS, [False, True], TRITON)
 )
@@ -167,9 +166,8 @@ def test_several_updates_equal_the_formula(
     compare(form, dtype, nesterov, triton, passes=1)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:(divide by zero|invalid value):RuntimeWarning"
-)  # in the dropped update
+# in the dropped update
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(
     ("form", "dtype", "nesterov", "triton"),
     covering(["master alone", "bf16 in place", "split"], GRADIENTS[:2], [False, True], TRITON),

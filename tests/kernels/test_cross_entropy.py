@@ -387,9 +387,8 @@ def test_no_more_logits_live_than_a_chunk_and_a_block(
         + chunk * h * 4
         + (v * h * dtype.itemsize if dtype != torch.float32 else 0)
     )
-    vectors = (
-        t * (2 * 4 + 4 * 8) + chunk * 64
-    )  # sums, their loss in fp64, and a few vectors of the chunk
+    # sums, their loss in fp64, and a few vectors of the chunk
+    vectors = t * (2 * 4 + 4 * 8) + chunk * 64
     with products_in_fp32(False), PeakMeter() as meter:
         loss = linear_cross_entropy(
             hidden, parameter, labels, scale() if trains else None, chunk, block
@@ -410,9 +409,8 @@ def test_memory_on_a_gpu(block: int | None) -> None:
     hidden, labels = randn(t, h).bfloat16().requires_grad_(), some_labels(t, v)
     parameter = empty_gradient(randn(v, h).bfloat16())
     chunk = chunk_tokens(None, t, DEVICE, 2)
-    linear_cross_entropy(
-        hidden, parameter, labels, scale(), chunk, block, triton=True
-    )  # libraries' workspaces
+    # libraries' workspaces
+    linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, parameter, labels, scale(), chunk, block, triton=True)

@@ -129,9 +129,8 @@ def test_the_kernel_rounds_as_the_reference(
     found, expected = (
         round_values(values, scale, dtype, triton=triton) for triton in (True, False)
     )
-    assert found.is_contiguous() and torch.equal(
-        found.float(), expected.float()
-    )  # zeros may have another sign
+    # zeros may have another sign
+    assert found.is_contiguous() and torch.equal(found.float(), expected.float())
 
 
 @recipes

@@ -53,9 +53,8 @@ def _our_loss(x: Tensor, w: Tensor) -> Tensor:
 
 OPERATIONS = {
     "linear": Operation(linear, functional.linear, [(2, 3, 5)], [(4, 5), (4,)]),
-    "long linear": Operation(
-        linear, functional.linear, [(2, 150, 5)], [(4, 5)]
-    ),  # many rows take another product
+    # many rows take another product
+    "long linear": Operation(linear, functional.linear, [(2, 150, 5)], [(4, 5)]),
     "sum and layer norm": Operation(
         lambda x, y, w, b: torch.cat(add_norm(x, y * 1, w, b, Kind(1e-5, True))),
         lambda x, y, w, b: torch.cat([x + y, functional.layer_norm(x + y, (5,), w, b, 1e-5)]),

@@ -269,9 +269,8 @@ def test_each_dropout_drops_in_training_alone(
     layers, _ = build(architecture, lambda name: False, **dropped, **more)
     losses = [float(run(layers, dropout_seed=seed).detach()) for seed in (1, 1, 2, None)]
     assert losses[0] == losses[1] != losses[2] and losses[3] not in losses[:3]
-    assert losses[3] == pytest.approx(
-        float(run(plain).detach()), rel=1e-6
-    )  # by another backend of attention
+    # by another backend of attention
+    assert losses[3] == pytest.approx(float(run(plain).detach()), rel=1e-6)
 
 
 @architectures

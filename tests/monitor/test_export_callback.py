@@ -122,10 +122,8 @@ def test_a_script_without_end_is_ended(
     assert f"{tmp_path}/1, {tmp_path}/2" in warning
     child = int((tmp_path / "child").read_text())
     deadline_s = time.monotonic() + 5
-    while (state := process_state(child)) not in (
-        "",
-        "Z",
-    ):  # Z: waits for whoever adopts orphans here
+    # Z: waits for whoever adopts orphans here
+    while (state := process_state(child)) not in ("", "Z"):
         assert time.monotonic() < deadline_s, f"what the script had started is in state {state}"
         time.sleep(0.02)
     assert children() <= before

@@ -57,9 +57,8 @@ def test_lines_reach_console_and_file_once_even_when_set_up_twice(tmp_path, caps
     logger.info("loss %.1f", 2.0)
     logger.warning("careful")
     assert capsys.readouterr().out == "loss 2.0\nWARNING: careful\n"
-    assert (
-        file.read_text() == "loss 2.0\nWARNING: careful\n"
-    )  # without closing: each line is written at once
+    # without closing: each line is written at once
+    assert file.read_text() == "loss 2.0\nWARNING: careful\n"
 
 
 def test_console_and_file_may_say_different_things(tmp_path, capsys):

@@ -78,12 +78,10 @@ def test_window_flops_count_the_keys_that_a_causal_window_leaves():
     dense = model_flops(
         dataclasses.replace(model, num_attention_heads=0, head_groups=1), sequence_length, 1000
     )
-    attention = (
-        model_flops(model, sequence_length, 1000) - dense - 6 * 1000 * 2
-    )  # minus query and output projections
-    assert attention == pytest.approx(
-        12 * pairs, rel=5e-3
-    )  # 2 products, 2 FLOPs, forward and twice backward
+    # minus query and output projections
+    attention = model_flops(model, sequence_length, 1000) - dense - 6 * 1000 * 2
+    # 2 products, 2 FLOPs, forward and twice backward
+    assert attention == pytest.approx(12 * pairs, rel=5e-3)
 
 
 def test_the_full_square_of_attention_is_twice_the_causal_half():

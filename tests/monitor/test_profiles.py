@@ -95,9 +95,8 @@ def test_hidden_time_is_what_nobody_waited_for() -> None:
     duration."""
     assert [t.exposed_s for t in TRANSFERS] == pytest.approx([0.005, 0.004, 0.001])
     assert TRANSFERS[0].hidden_s == pytest.approx(0.007)
-    assert TRANSFERS[1].hidden_s == pytest.approx(
-        0.020
-    )  # 26 ms were not waited for, but it began only 20 before
+    # 26 ms were not waited for, but it began only 20 before
+    assert TRANSFERS[1].hidden_s == pytest.approx(0.020)
     assert TRANSFERS[2].hidden_s is None
     late = Transfer("gather", 0, 1, posted_s=0.0, waits_s=0.01, done_s=0.05, alone_s=0.002)
     assert late.hidden_s == 0.0  # the wait was for a rank that came later
@@ -156,9 +155,8 @@ def check_trace(trace: dict[str, Any]) -> None:
             (e for e in spans if e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])
         ):
             assert event["ts"] >= 0 and event["dur"] >= 0
-            while (
-                open_until and open_until[-1] <= event["ts"] + 0.002
-            ):  # times are rounded to nanoseconds
+            # times are rounded to nanoseconds
+            while open_until and open_until[-1] <= event["ts"] + 0.002:
                 open_until.pop()
             assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002, event
             open_until.append(event["ts"] + event["dur"])
@@ -309,9 +307,8 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
             assert enable_timing
 
         def record(self) -> None:
-            self.at_ms = now_ms + (
-                5.0 if current[-1] == "side" else 0.0
-            )  # what that stream waits for comes later
+            # what that stream waits for comes later
+            self.at_ms = now_ms + (5.0 if current[-1] == "side" else 0.0)
 
         def synchronize(self) -> None:
             log.append("host waits")
@@ -343,9 +340,8 @@ def test_the_clock_of_a_gpu_sees_arrivals_from_the_side(monkeypatch: pytest.Monk
         pass
     recorder.lap(1, keep=True)
     assert log == ["side waits", "main waits"]
-    ((transfer,),) = [
-        times.transfers for times in recorder.take()
-    ]  # the only place where the host may wait
+    # the only place where the host may wait
+    ((transfer,),) = [times.transfers for times in recorder.take()]
     assert transfer.ran_s == (0.0, 0.005) and transfer.hidden_s == 0.002
 
 

@@ -161,9 +161,8 @@ def run_phases(
         debugger.gradients_reduced(model)
         debugger.parameters(model, "update")
     if observer:
-        observer.layer_output(
-            "embedding", torch.ones(2, 3, 4), 0
-        )  # an evaluation between iterations
+        # an evaluation between iterations
+        observer.layer_output("embedding", torch.ones(2, 3, 4), 0)
 
 
 def logged(artifacts: Path, phase: str, rank: int = 0) -> dict[str, TensorEntry]:

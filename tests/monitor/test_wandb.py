@@ -133,10 +133,8 @@ def test_points_and_settings_that_are_sent(tmp_path, wandb, key):
     assert init["config"] == flatten(settings())
     assert init["resume"] == "allow" and init["settings"]["init_timeout"] == 8
     assert init["dir"] == str(directory / "runs/3")
-    assert wandb.metrics == [
-        ("iteration", None),
-        ("*", "iteration"),
-    ]  # our step, which may go back on a resume
+    # our step, which may go back on a resume
+    assert wandb.metrics == [("iteration", None), ("*", "iteration")]
     first, second = wandb.logged
     assert first["iteration"] == 10 and first["training/loss"] == 2.5 and first["training/run"] == 3
     assert (
@@ -163,11 +161,8 @@ def test_later_starts_continue_the_same_run(tmp_path, wandb, key):
     assert json.loads((tmp_path / "exp/wandb.json").read_text()) == {"id": wandb.inits[0]["id"]}
     run(tmp_path / "another", experiment_name="other")
     assert wandb.inits[2]["id"] != wandb.inits[0]["id"]
-    assert [init["name"] for init in wandb.inits] == [
-        "exp",
-        "exp",
-        "other",
-    ]  # the option wins over the folder
+    # the option wins over the folder
+    assert [init["name"] for init in wandb.inits] == ["exp", "exp", "other"]
 
 
 def test_a_chosen_id_is_kept(tmp_path, wandb, key):

@@ -92,9 +92,8 @@ def wait_until(condition, limit_s=30.0):
 def keeps_every_point(tmp_path):
     """Whether the file that `wandb sync` would send holds iterations 1 to 99."""
     (kept,) = tmp_path.glob("exp/runs/0/wandb/run-*/*.wandb")
-    points = set(
-        re.findall(rb"iteration\x82\x01.(\d+)", kept.read_bytes())
-    )  # before each value, its key and length
+    # before each value, its key and length
+    points = set(re.findall(rb"iteration\x82\x01.(\d+)", kept.read_bytes()))
     return {str(iteration).encode() for iteration in range(1, 100)} <= points
 
 
@@ -104,9 +103,8 @@ def services():
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread or a child that has just ended
             for child in (thread / "children").read_text().split():
-                if (
-                    b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes()
-                ):  # empty if it has ended
+                # empty if it has ended
+                if b"wandb-core" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found
 

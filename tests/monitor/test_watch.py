@@ -83,9 +83,8 @@ def step(
     """One training step; returns the gathered tensors that belong to it."""
     engine.model.gather_ahead()
     if whole_gradients:
-        fill_gradients(
-            engine, iteration, 1e-11
-        )  # squares of their squares are below what fp32 holds
+        # squares of their squares are below what fp32 holds
+        fill_gradients(engine, iteration, 1e-11)
         loss = torch.zeros(())
     else:
         loss = engine.gradients(iteration)

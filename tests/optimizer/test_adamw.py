@@ -233,9 +233,8 @@ def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], tr
 
 
 @triton_too
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # the interpreter divides by zero in what it does not write
+# the interpreter divides by zero in what it does not write
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_weights_from_elsewhere_are_copied_into_their_buffer(triton: bool) -> None:
     """After a checkpoint was loaded, after a dropped update of weights that nobody has gathered
     yet, and in between."""

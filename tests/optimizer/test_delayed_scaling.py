@@ -37,9 +37,8 @@ class LevanterState:
         amax = self.history.max()
         if amax > 0 and np.isfinite(amax):
             self.scale = np.float32(1) / (self.largest / amax)
-        self.history = np.roll(
-            self.history, -1
-        )  # overwrites what would be second: the oldest one, as it turns out
+        # overwrites what would be second: the oldest one, as it turns out
+        self.history = np.roll(self.history, -1)
         self.history[0] = np.abs(values).max()
         scaled = (values.astype(np.float32) / self.scale).astype(np.float64)
         return nearest(np.clip(scaled, -self.largest, self.largest), self.dtype) * np.float64(

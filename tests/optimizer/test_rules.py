@@ -113,9 +113,8 @@ def test_training_equals_plain_torch(case: str, layout: tuple[int, int]) -> None
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(ours.losses, losses, rtol=loss_tolerance)
     for name, weight in weights.items():
-        if name.endswith(
-            "query_key_value.bias"
-        ):  # of keys: their exact gradient is zero, but not its sign
+        # of keys: their exact gradient is zero, but not its sign
+        if name.endswith("query_key_value.bias"):
             continue
         moved = weight - ours.initial[name]
         assert np.linalg.norm(ours.weights[name] - weight) <= weight_tolerance * np.linalg.norm(

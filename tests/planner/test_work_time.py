@@ -101,9 +101,8 @@ def test_ranks_that_share_layers_share_the_flops(
             )
             tokens, h = 16 * 4, config.model.hidden_size
             has_copies = options.get("head_groups") == 2 and ranks == 4
-            copies = (
-                2 * 6 * tokens * h * 2 * (2 * 8) if has_copies else 0
-            )  # of keys and values, in two blocks
+            # of keys and values, in two blocks
+            copies = 2 * 6 * tokens * h * 2 * (2 * 8) if has_copies else 0
             if not config.distributed.parallel_embeddings and not splits:
                 copies += (ranks - 1) * 6 * tokens * h * config.model.vocab_size
             flops.append(ranks * flops_of(one_plan(config, ranks, "cpu")) - copies)

@@ -310,9 +310,8 @@ def test_live_on_a_terminal(tmp_path: Path) -> None:
         os.close(terminal)
     assert shown.startswith("\033[?1049h\033[?25l\033[H") and shown.endswith("\033[?25h\033[?1049l")
     pages = shown.split("\033[H")[1:]
-    assert all(
-        one.count("\r\n") < 5 and "Traceback" not in one for one in pages
-    )  # five lines of a terminal
+    # five lines of a terminal
+    assert all(one.count("\r\n") < 5 and "Traceback" not in one for one in pages)
 
 
 def read_until(terminal: int, text: str, limit_s: float = 20.0) -> str:

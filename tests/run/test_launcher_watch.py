@@ -178,7 +178,6 @@ def test_torchrun_that_ends_while_a_rank_looks_is_gone(
     parents = iter([100, 100, 1, 1, 1, 1])
     monkeypatch.setattr(processes, "PROC", tmp_path)
     monkeypatch.setattr(launcher_watch.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(
-        launcher_watch.os, "getsid", lambda pid: pid
-    )  # torchrun gives each rank a session of its own
+    # torchrun gives each rank a session of its own
+    monkeypatch.setattr(launcher_watch.os, "getsid", lambda pid: pid)
     assert launcher_watch.launcher_of(MARKS) == launcher_watch.GONE

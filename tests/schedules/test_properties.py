@@ -56,9 +56,8 @@ def schedules(
     try:
         return resolve(unflatten(options), 1)
     except UsageError as error:
-        assert "--lr_cycle=" in str(error), (
-            error
-        )  # less than one iteration: the only rule not respected above
+        # less than one iteration: the only rule not respected above
+        assert "--lr_cycle=" in str(error), error
         assume(False)
         raise
 

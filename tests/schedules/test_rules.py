@@ -118,9 +118,8 @@ def test_the_end_and_the_minimum_are_filled_in(
 
 def test_a_run_without_iterations_has_no_schedule_to_check() -> None:
     """Without iterations there is no schedule to fit cycles into."""
-    assert (
-        len(cautions(train_iters=0, lr_num_cycles=5, lr_warmup=50, **LINEAR)) == 1
-    )  # nothing is trained
+    # nothing is trained
+    assert len(cautions(train_iters=0, lr_num_cycles=5, lr_warmup=50, **LINEAR)) == 1
 
 
 # Lengths that do not fit are cut, as in the newer Levanter. (options, the warning, {iteration:

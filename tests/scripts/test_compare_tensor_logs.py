@@ -189,9 +189,8 @@ def test_places(tmp_path: Path) -> None:
     names."""
     for run, value in ((2, 2.0), (10, 10.0)):
         write(tmp_path / "run" / "runs" / str(run) / "artifacts", {"x": torch.full((4,), value)})
-    (tmp_path / "run" / "runs" / "11" / "artifacts").mkdir(
-        parents=True
-    )  # a start that logged nothing
+    # a start that logged nothing
+    (tmp_path / "run" / "runs" / "11" / "artifacts").mkdir(parents=True)
     reference = write(tmp_path / "reference", {"x": torch.full((4,), 10.0)})
     for place in (
         tmp_path / "run",

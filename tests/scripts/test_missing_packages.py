@@ -147,9 +147,8 @@ def test_without_an_environment_the_project_is_installed(checkout: Path, tmp_pat
 
 def test_only_the_missing_package_is_installed_beside_torch(checkout: Path) -> None:
     """Where torch is installed, as in many containers, the line names only what is missing."""
-    (checkout / "torch.py").write_text(
-        "import absent_package\n"
-    )  # is found, whatever is imported first
+    # is found, whatever is imported first
+    (checkout / "torch.py").write_text("import absent_package\n")
     result = start("pretrain_gpt.py", *FLAGS.split(), cwd=checkout)
     assert result.returncode == 2
     assert result.stderr.endswith("repeat the command: pip install absent_package\n")

@@ -28,9 +28,8 @@ def test_every_mistake_has_its_place() -> None:
     bugs = [bug for mistake in MISTAKES if (bug := bug_of(mistake)) is not None]
     for bug in bugs:
         code, planted = bug.function().__code__, bug.mutated()
-        assert planted != code and planted.co_freevars == code.co_freevars, (
-            bug.name
-        )  # else it cannot be planted
+        # else it cannot be planted
+        assert planted != code and planted.co_freevars == code.co_freevars, bug.name
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES) == len(bugs) + 1
     assert len(FOUND_BY_TEST) <= 2
 

@@ -168,12 +168,8 @@ def test_every_documented_command_is_known_here() -> None:
 
 def test_every_script_stands_in_a_document() -> None:
     """A newcomer finds each command in the README, in CONTRIBUTING or in a guide."""
-    inner = {
-        "common.sh",
-        "check_installed.py",
-        "smoke_test.py",
-        "build_corpus.py",
-    }  # of other scripts
+    # of other scripts
+    inner = {"common.sh", "check_installed.py", "smoke_test.py", "build_corpus.py"}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
     text = "".join(path.read_text("utf-8") for path in pages)
     names = {path.name for path in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/[!_]*.py"))}
@@ -521,9 +517,8 @@ def test_scripts_say_what_is_missing(tmp_path: Path) -> None:
     does nothing."""
     old = tmp_path / "old" / "python3"
     executable(old, "#!/usr/bin/env bash\nexit 1\n")
-    shutil.copytree(
-        ROOT / "scripts", tmp_path / "checkout" / "scripts"
-    )  # without a .venv, whatever this checkout has
+    # without a .venv, whatever this checkout has
+    shutil.copytree(ROOT / "scripts", tmp_path / "checkout" / "scripts")
     for command, variables, message in (
         (
             RUN_TESTS,

@@ -312,9 +312,8 @@ class SimulatedRanks:
         if self._stream is None:
             operation()
             return _OnStream(None)
-        self._stream.wait_stream(
-            torch.cuda.current_stream()
-        )  # as NCCL does: what was queued before comes first
+        # as NCCL does: what was queued before comes first
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if self._delay_cycles:
                 torch.cuda._sleep(self._delay_cycles)

@@ -50,9 +50,8 @@ def _look() -> list[int]:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             state, parent = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:2]
-            parents[int(name)] = int(
-                parent
-            )  # a zombie may have children until its last thread has ended
+            # a zombie may have children until its last thread has ended
+            parents[int(name)] = int(parent)
             if state in "ZX":
                 ended.add(int(name))
     found: set[int] = set()

@@ -153,9 +153,8 @@ def measure_kept(model: MultiStage, micro_batch: MicroBatch) -> dict[str, int]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        alive.setdefault(
-            storage.data_ptr(), storage
-        )  # alive, so that no other one gets its address
+        # alive, so that no other one gets its address
+        alive.setdefault(storage.data_ptr(), storage)
         return tensor
 
     def at_end(name: str) -> None:

@@ -193,9 +193,8 @@ def test_a_kill_changes_no_decision(
     call = random.Random(seed).randrange(1, len(calls)) if seed else published[-1] + 2
     command = flags(data, tmp_path / "run", f"--async_checkpoint={seed % 2}")
     killed = run(command, faults={0: Fault(call, None, str(tmp_path / "fired"))})
-    assert killed.codes in ([-signal.SIGKILL], [0]), (
-        killed.output
-    )  # fewer changes in the background
+    # fewer changes in the background
+    assert killed.codes in ([-signal.SIGKILL], [0]), killed.output
     succeed(command)
     assert decisions(tmp_path / "run") == decisions(undisturbed) == DECIDED
     assert_same_run(tmp_path / "run", undisturbed)

@@ -71,9 +71,8 @@ def test_no_file_command_alone_and_under_torchrun(tmp_path: Path) -> None:
         assert (alone["phase"], alone["iteration"]) == (both["phase"], both["iteration"])
         assert both["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         if alone["phase"] == "training":
-            forecast = (
-                {"remaining_seconds"} if alone["iteration"] > 1 else set()
-            )  # not from the first step
+            # not from the first step
+            forecast = {"remaining_seconds"} if alone["iteration"] > 1 else set()
             assert alone.keys() == both.keys() == KEYS | forecast
             assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
     assert [(record["phase"], record["iteration"]) for record in records[0]] == [
@@ -314,9 +313,8 @@ def test_kill_under_torchrun(tmp_path: Path, victim: str) -> None:
         launcher = start.processes[0].pid
         ranks = [pid for pid in start.left_over() if pid != launcher]
         assert len(ranks) == 2
-        sockets = [
-            place for rank in ranks for place in listening(rank)
-        ]  # torchrun itself listens at all addresses
+        # torchrun itself listens at all addresses
+        sockets = [place for rank in ranks for place in listening(rank)]
         assert len(sockets) > 2 and all(map(is_loopback, sockets)), sockets
         os.kill(launcher if victim == "launcher" else ranks[0], signal.SIGKILL)
         outcome = start.wait(60)

@@ -261,8 +261,7 @@ def test_a_changed_document_changes_no_other(model: str, apart: bool) -> None:
                 hidden = layer(hidden, batch)
         outputs.append(hidden)
     differs = (outputs[0] != outputs[1]).any(dim=-1)  # (2, 16)
-    reached = (
-        range(5, 9) if apart else range(5, 16)
-    )  # two layers of windows of five positions carry it that far
+    # two layers of windows of five positions carry it that far
+    reached = range(5, 9) if apart else range(5, 16)
     assert differs[0].nonzero().flatten().tolist() == list(reached)
     assert not differs[1].any()

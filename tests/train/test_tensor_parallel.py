@@ -222,9 +222,8 @@ KERNELS: dict[str, Options] = {
 @pytest.mark.skipif(
     not runs_on(torch.device("cpu")), reason="Triton is not installed, or does not interpret"
 )
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning:triton"
-)  # of garbage in padding, which nobody reads
+# of garbage in padding, which nobody reads
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("layout", [(1, 2, False), (1, 2, True), (1, 4, True)])
 @pytest.mark.parametrize("model", KERNELS)
 def test_triton_kernels_compute_the_parts_of_each_rank(model: str, layout: Layout) -> None:

@@ -19,9 +19,8 @@ RUN = {
     "experiment_dir": "/run",
     "lr_decay_style": "cosine",
 }
-BASE = flatten(resolve(unflatten(RUN), 1)) | {
-    "checkpoint_minutes": None
-}  # 15 only with --experiment_dir
+# 15 only with --experiment_dir
+BASE = flatten(resolve(unflatten(RUN), 1)) | {"checkpoint_minutes": None}
 FALSY: list[Any] = [None, False, 0, "", ()]
 
 

@@ -190,9 +190,8 @@ def test_world_size_of_a_dry_run() -> None:
     line = problem(*model, "--world_size=3")
     assert line.startswith("--batch_size=128 on 3 ranks") and "nearest: 126 or 129" in line
     config = parse(["--world_size=8"]).config
-    assert (
-        planned_world_size(config, 2) == 2
-    )  # without --dry_run=1 it is refused, and counts for nothing
+    # without --dry_run=1 it is refused, and counts for nothing
+    assert planned_world_size(config, 2) == 2
 
 
 def test_errors_of_a_dry_run_count_its_ranks() -> None:
@@ -393,9 +392,8 @@ def test_number_of_stages_is_that_of_the_split() -> None:
                 num_layers,
                 hundredths,
             )
-    assert (
-        number_of_stages(2**53 + 1, 1.0) == 2**53 + 4
-    )  # no loop over the stages, whatever rounding does
+    # no loop over the stages, whatever rounding does
+    assert number_of_stages(2**53 + 1, 1.0) == 2**53 + 4
 
 
 def test_ranks_to_profile_exist() -> None:

@@ -71,9 +71,8 @@ def all_gradients(
             dtype,
             [float((a - b).norm() / b.norm()) for a, b in zip(found, whole[dtype], strict=True)],
         )
-        for layout in (
-            LAYOUTS if distributed.world_size > 1 else LAYOUTS[:3]
-        )  # alone, every stage has buffers
+        # alone, every stage has buffers
+        for layout in (LAYOUTS if distributed.world_size > 1 else LAYOUTS[:3])
         for order in (ORDERS if "zero_stage" in layout else ORDERS[2:])
         for dtype in (
             ("fp32", "bf16") if order == (4, 1) and layout["zero_stage"] == 2 else ("fp32",)

@@ -286,9 +286,8 @@ def test_a_plan_counts_a_real_step() -> None:
     found, _, memory = on_threads(RANKS, 1, counted, options, shard=2)[0]
     plan = one_plan(tiny_config(RANKS, **options, data_parallel_shard=2), RANKS, "cpu")
     planned = bytes_by_kind(plan.model)
-    assert (
-        planned.pop("communication scratch") > memory.pop("communication scratch") == 0
-    )  # threads need none
+    # threads need none
+    assert planned.pop("communication scratch") > memory.pop("communication scratch") == 0
     assert planned == memory
     for kind in {kind for kind, _ in found}:
         sizes = [size for name, size in found if name == kind]
@@ -312,16 +311,14 @@ def test_the_default_is_the_ranks_of_a_node(tensor: int, pipeline: int, first: b
         if world_size % (tensor * pipeline):
             continue
         grid = rank_grid(world_size, options)
-        groups = [
-            row for plane in grid.transpose(1, 2) for row in plane.tolist()
-        ]  # data-parallel ranks
+        # data-parallel ranks
+        groups = [row for plane in grid.transpose(1, 2) for row in plane.tolist()]
         places = [[rank // of_node for rank in group] for group in groups]
         sizes = {
             places_of_group.count(node) for places_of_group in places for node in places_of_group
         }
-        sizes |= (
-            {0} if any({*place} == {place[0]} for place in places) else set()
-        )  # one node is no reason to divide
+        # one node is no reason to divide
+        sizes |= {0} if any({*place} == {place[0]} for place in places) else set()
         size = sizes.pop() if len(sizes) == 1 else 0
         chosen = shard_of_node(options, world_size, nodes)
         assert chosen == (size if size > 1 else 0), (nodes, of_node, places)

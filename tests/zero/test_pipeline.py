@@ -73,9 +73,8 @@ CASES: list[tuple[Options, int, int, int]] = [  # options, data, tensor, pipelin
 MORE: list[Options] = [
     {"optimizer": "muon", "zero_stage": 3},
     {"ema_type": "ema", "ema_beta": 0.5, "training_dtype": "fp16"},
-    {
-        "freeze": ("embedding", "blocks.0", "blocks.1")
-    },  # the first pipeline rank trains nothing before the way back
+    # the first pipeline rank trains nothing before the way back
+    {"freeze": ("embedding", "blocks.0", "blocks.1")},
     {"num_layers": 5, "full_precision_residual": True, "training_dtype": "bf16", "zero_stage": 3},
 ]
 
@@ -281,9 +280,8 @@ def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
         "pipeline_schedule": schedule,
         "tie_word_embeddings": False,
     }
-    with mock.patch.object(
-        Messages, "send", remember
-    ):  # here, as threads would take back each other's patches
+    # here, as threads would take back each other's patches
+    with mock.patch.object(Messages, "send", remember):
         on_threads(1, 1, run, options, 2, pipeline=2)
     assert sent and all(torch.equal(tensor, before) for tensor, before in sent)
 

@@ -159,9 +159,8 @@ class _Pass:
         self._later = later
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
-        self.ds_dtype = (
-            self.wide if options.softmax_in_fp32 else self.narrow
-        )  # of dS and its products
+        # of dS and its products
+        self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow
         last = 2 if query.is_meta else 0  # a plan needs only the largest
         self.blocks = blocks_of_a_document(
             chunk.length, options.window, rows_of_a_block(query.is_cuda), last

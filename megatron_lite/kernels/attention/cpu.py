@@ -51,16 +51,14 @@ class _FlashAttention(Function):
         b, n, s, d = query.shape
         rows = piece_length(b * n * s * s, s, d, backward=False) if query.dtype.itemsize > 2 else s
         if rows >= s:
-            output, sums = kernel(
-                query, key, value, 0.0, True, scale=scale
-            )  # (b, n, s, d), (b, n, s)
+            # (b, n, s, d), (b, n, s)
+            output, sums = kernel(query, key, value, 0.0, True, scale=scale)
         else:
             output = query.new_empty(b, s, n, d).transpose(1, 2)
             sums = query.new_empty(b, s, n).transpose(1, 2)
             last = (s - 1) // rows * rows
-            mask = query.new_full((rows, last + rows), -math.inf).triu_(
-                last + 1
-            )  # of the last queries
+            # of the last queries
+            mask = query.new_full((rows, last + rows), -math.inf).triu_(last + 1)
             for start in range(0, s, rows):
                 end = min(start + rows, s)
                 output[:, :, start:end], sums[:, :, start:end] = kernel(

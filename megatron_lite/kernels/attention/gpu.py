@@ -92,9 +92,8 @@ def varlen_attention(
     """
     b, n, s, _ = query.shape
     longest = s if starts is None else longest
-    before = (
-        None if window is None or window >= longest else window - 1
-    )  # keys before a query's own; None: all
+    # keys before a query's own; None: all
+    before = None if window is None or window >= longest else window - 1
     if version == 4:
         return _flash4(query, key, value, before, starts, longest, scale)
     use_flash(version)
@@ -102,9 +101,8 @@ def varlen_attention(
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
     varlen_attn, has_enable_gqa = _varlen()
     grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
-    rows = [
-        heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)
-    ]  # (b s, heads, d), views
+    # (b s, heads, d), views
+    rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
     reach = (-1 if before is None else before, 0)  # keys before and after
     output: Tensor = varlen_attn(
         *rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped
@@ -219,9 +217,8 @@ def lowest_keys(
     lowest = torch.zeros_like(positions)
     if starts is not None:
         flat = torch.arange(b * s, dtype=torch.int32, device=device)
-        own = starts[
-            torch.searchsorted(starts, flat, right=True) - 1
-        ]  # where each position's document begins
+        # where each position's document begins
+        own = starts[torch.searchsorted(starts, flat, right=True) - 1]
         lowest = (own - flat).view(b, s) + positions
     return lowest if window is None else torch.maximum(lowest, positions - (window - 1))
 
@@ -240,9 +237,8 @@ def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Te
     # The lowest key never decreases from row to row, so the first and last rows determine a block.
     first = lowest[:, ::size] // size
     last = lowest[:, (index.long() * size + size - 1).clamp_(max=s - 1)]
-    full_first = torch.minimum(
-        (last + size - 1) // size, index
-    )  # first block that the last row attends to in full
+    # first block that the last row attends to in full
+    full_first = torch.minimum((last + size - 1) // size, index)
     columns = index.expand(b, blocks, blocks)
     # Partial: from `first` up to `full_first`, and the diagonal. Full: the blocks between.
     before = full_first - first

@@ -106,9 +106,8 @@ class WatchedStage:
         self._stage, self._arounds = stage, arounds
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = name.partition("_")[
-            0
-        ]  # "require" of `require_weights`, "finish" of `finish_reduction`
+        # "require" of `require_weights`, "finish" of `finish_reduction`
+        verb = name.partition("_")[0]
 
         def watched_verb(*arguments: Any) -> Any:
             micro_batch = arguments[-1] if verb in COMPUTING else None
@@ -143,9 +142,8 @@ def open_profiles(
     alone_s: dict[tuple[str, int | None], float] = {}
     if options.profile_schedule and distributed.device.type == "cpu" and distributed.world_size > 1:
         with distributed.traffic.paused():
-            for stage in (
-                model.all_stages
-            ):  # the ranks time the same number, so that they meet at the barriers
+            # the ranks time the same number, so that they meet at the barriers
+            for stage in model.all_stages:
                 own = [stage] if stage in model.stages else []
                 for kind, seconds in time_collectives(
                     own, model.group, distributed.barrier

@@ -32,10 +32,8 @@ import torch
 
 from megatron_lite.distributed.traffic import FirstWait, Handle
 
-COMPUTING = (
-    "forward",
-    "backward",
-)  # verbs of the schedule; the others start collectives or wait for them
+# verbs of the schedule; the others start collectives or wait for them
+COMPUTING = ("forward", "backward")
 STARTING = "starting gathers and reductions"
 Mark = Any  # a point in time; only the clock that made it can read it
 

@@ -228,16 +228,13 @@ class WandbTracker(QueuedTracker):
             "x_transaction_log_flush_interval": FLUSH_S,
         }
         if self._key is not None and mode != "offline":
-            settings["api_key"] = (
-                self._key
-            )  # unlike wandb.login(key), this is not stored in the user's netrc
-        fields = getattr(
-            self._wandb.Settings, "model_fields", settings
-        )  # older versions know fewer
+            # unlike wandb.login(key), this is not stored in the user's netrc
+            settings["api_key"] = self._key
+        # older versions know fewer
+        fields = getattr(self._wandb.Settings, "model_fields", settings)
         settings = {name: value for name, value in settings.items() if name in fields}
-        self._wandb.setup(
-            self._wandb.Settings(silent=True)
-        )  # init's settings come too late for its login messages
+        # init's settings come too late for its login messages
+        self._wandb.setup(self._wandb.Settings(silent=True))
         self._directory.mkdir(parents=True, exist_ok=True)
         run = self._wandb.init(
             mode=mode,

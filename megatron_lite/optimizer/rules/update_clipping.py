@@ -38,12 +38,10 @@ class UpdateClipping:
         self._num_rows = len(rows)
         self._counted = torch.tensor(counted, dtype=torch.int64, device=distributed.device)
         self._mine = torch.tensor(own, dtype=torch.int64, device=distributed.device)
-        self._norm = torch.zeros(
-            (), dtype=torch.float64, device=distributed.device
-        )  # of the last u, before clipping
-        self._clipped = torch.zeros(
-            (), dtype=torch.int64, device=distributed.device
-        )  # updates, since training began
+        # of the last u, before clipping
+        self._norm = torch.zeros((), dtype=torch.float64, device=distributed.device)
+        # updates, since training began
+        self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
         """Return a factor for each range of each shard of this rank, (ranges,) fp32.

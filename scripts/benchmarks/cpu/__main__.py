@@ -82,9 +82,8 @@ class Run:
         """
         words = [f"--model={self.model}"]
         if self.kind == "programs":
-            words += (
-                ["--steps_per_turn=10"] if self.model == LLAMA else []
-            )  # steps take about a second
+            # steps take about a second
+            words += ["--steps_per_turn=10"] if self.model == LLAMA else []
             return [
                 *words,
                 *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[

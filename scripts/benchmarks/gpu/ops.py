@@ -176,9 +176,8 @@ def measure_variant(
         call()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        ms = {
-            name: value for name, value in clock.ms(call).items() if name != "values"
-        }  # of up to 100 calls
+        # of up to 100 calls
+        ms = {name: value for name, value in clock.ms(call).items() if name != "values"}
     except Exception as error:
         if any(word in str(error) for word in FATAL):
             raise

@@ -45,10 +45,8 @@ RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
 # flash3 and flash4 only if installed; flex takes long to compile.
 FULL = ("cudnn", "flash3", "flash4", "flash", "varlen")
 WINDOWED = ("flash3", "flash4", "varlen", "flex")
-LIBRARIES = {
-    "cuBLAS": "cublas",
-    "cuBLASLt": "cublaslt",
-}  # names in torch.backends.cuda.preferred_blas_library
+# names in torch.backends.cuda.preferred_blas_library
+LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
 Call = Callable[[], Any]
 
 
@@ -241,9 +239,8 @@ def make_rotary_backward(shape: Shape) -> dict[str, Call]:
     )
 
     def split(triton: bool) -> Call:
-        fused = (
-            projection * 1
-        )  # a copy, because it is rotated in place; only its gradient is computed
+        # a copy, because it is rotated in place; only its gradient is computed
+        fused = projection * 1
         parts = split_heads(fused, shape.heads, shape.groups, table, triton=triton)
         return backward(parts, (fused,), grads)
 
@@ -457,9 +454,8 @@ def make_adamw(shape: Shape, split: bool) -> dict[str, Call]:
         weight_shard.split(master, rounded, remainder)
     weights = weight_shard.WeightShard(None if split else master, rounded, remainder)
     shard = optimizer.Shard(weights, gradient, exp_avg, exp_avg_sq)
-    border = (
-        numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT
-    )  # no weight decay beyond it
+    # no weight decay beyond it
+    border = numel // (4 * optimizer.ALIGNMENT) * 3 * optimizer.ALIGNMENT
     ranges = optimizer.Ranges(
         [optimizer.Range(0, border, 1.0, 1.0), optimizer.Range(border, numel, 1.0, 0.0)], device
     )

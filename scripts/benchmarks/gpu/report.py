@@ -482,9 +482,8 @@ def main(argv: Sequence[str]) -> int:
     if "missing" in described:
         print(f"gpu_report: nothing to report: {described['missing']}")
         return 0
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-    )  # GiB, for a crash
+    # GiB, for a crash
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     folder = Path(tempfile.mkdtemp(prefix="megatron_lite_gpu_report_"))
     pythonpath = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.update(private_environment(folder, pythonpath, PYTHONUNBUFFERED="1"))

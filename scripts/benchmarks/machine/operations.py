@@ -190,9 +190,8 @@ class Operations:
             make(shape)[name] for make in (partial(make_adamw, split=False), make_gradient_norm)
         )
         update_s, norm_s = (self.timer.seconds(lambda _: call()) for call in calls)  # noqa: B023
-        moved = UPDATE_BYTES["adamw"] + (
-            0 if self.dtype == torch.float32 else self.dtype.itemsize
-        )  # per element
+        # per element
+        moved = UPDATE_BYTES["adamw"] + (0 if self.dtype == torch.float32 else self.dtype.itemsize)
         return {
             "update adamw": update_s / shape.shard / moved,
             "gradient norm": norm_s / shape.shard / 4,

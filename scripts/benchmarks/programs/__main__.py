@@ -187,9 +187,8 @@ def main(argv: Sequence[str]) -> int:
                 "rows": race.rows(OURS, COMPARED_WITH),
                 "failures": race.turns.failed(),
             }
-            write_json(
-                options.output, result
-            )  # complete after every round, in case the run is cut short
+            # complete after every round, in case the run is cut short
+            write_json(options.output, result)
     print(to_markdown(result), flush=True)
     return 1 if race.turns.failed() else 0
 

@@ -252,9 +252,8 @@ class Race:
         before, step_before = load(program.cpu_seconds()), len(program.losses)
         program.steps(self._steps)
         span = load(program.cpu_seconds()).since(before)
-        done = (
-            len(program.losses) - step_before
-        )  # more than requested if several log lines arrived together
+        # more than requested if several log lines arrived together
+        done = len(program.losses) - step_before
         program.stop()
         return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
 

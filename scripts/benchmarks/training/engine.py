@@ -54,9 +54,8 @@ class Engine(Contestant):
         self, config: Config, distributed: Distributed, layers: Sequence[Layer] | None = None
     ) -> None:
         matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
-        if (
-            distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16"
-        ):  # not --fp32_matmul=onednn
+        # not --fp32_matmul=onednn
+        if distributed.device.type == "cpu" and matmul and matmul.fp32_precision != "bf16":
             use_library(library_for(config.performance.cpu_matmul))  # as the launcher does
         self.model, optimizer, kernels = built(config, distributed, layers)
         self._distributed, self._attention = distributed, kernels.attention

@@ -89,9 +89,8 @@ class Rounds:
             self._build(name)
             for index in range(options.warmup_turns * options.steps_per_turn):
                 self.contestants[name].step(make_tokens(options, index, self._distributed))
-            self._allocated[name] = (
-                torch.cuda.memory_allocated() - before
-            )  # with moments that the first step allocates
+            # with moments that the first step allocates
+            self._allocated[name] = torch.cuda.memory_allocated() - before
             return self._timed(name, turn + options.warmup_turns)
         finally:
             self.contestants.pop(name, None)
@@ -155,9 +154,8 @@ def timed_turn(
     known = wire_before is not None and wire_after is not None and not on_gpu
     wire = (wire_after or 0) - (wire_before or 0) if known else None
     ranks = distributed.gather_objects([step_s, span, wire, [float(loss) for loss in losses]])
-    _, first, wire, _ = ranks[
-        0
-    ]  # rank 0's view of the machine, because all ranks must count the same turns
+    # rank 0's view of the machine, because all ranks must count the same turns
+    _, first, wire, _ = ranks[0]
     own_s = sum(Load(*rank[1]).own_s for rank in ranks)
     return {
         "step_s": max(rank[0] for rank in ranks),

@@ -36,9 +36,8 @@ def loss_and_gradient(
     """Logits (t, v), labels (t,) -> summed cross-entropy, (), and the gradient of `scale` times it,
     (t, v)."""
     labels = labels[:, None]
-    probabilities = torch.softmax(
-        logits, dim=-1, dtype=torch.float32
-    )  # cast and softmax in one pass
+    # cast and softmax in one pass
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     at_label = probabilities.gather(-1, labels)
     loss = -at_label.log().sum(dtype=torch.float64)
     gradient = probabilities.mul_(scale).scatter_add_(
@@ -110,15 +109,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
-        heads = (
-            self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)
-        )  # (b, n + 2 g, s, d)
+        # (b, n + 2 g, s, d)
+        heads = self.query_key_value(hidden).unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)
         query, key, value = heads.split(self.sizes, dim=1)
         if self.table is not None:
             query, key = rotate(query, self.table), rotate(key, self.table)
-        if (
-            query.is_cuda and query.dtype == torch.float32
-        ):  # no GPU kernel takes both fp32 and groups
+        # no GPU kernel takes both fp32 and groups
+        if query.is_cuda and query.dtype == torch.float32:
             key, value = (
                 heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1)
                 for heads in (key, value)
@@ -214,9 +211,8 @@ class Head(nn.Module):
         if self.loss == "full":
             logits = functional.linear(hidden, weight).float()
             return functional.cross_entropy(logits, labels, reduction="sum") * scale
-        if torch.is_autocast_enabled(
-            hidden.device.type
-        ):  # autocast does not reach into ChunkedLoss
+        # autocast does not reach into ChunkedLoss
+        if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return ChunkedLoss.apply(hidden, weight, labels, scale, self.function)

@@ -207,9 +207,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     # One process per row: memory freed by an earlier row made later rows up to a third slower.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "scripts.benchmarks.training.settings"]
-    )  # slow imports
+    # slow imports
+    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])
     with context.Pool(1, maxtasksperchild=1) as pool:
         rows = {
             row.name: pool.apply(measure, (row, options))

@@ -52,9 +52,8 @@ class Row:
     )
     model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
     compiled: bool = False
-    changes: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # engine options of our rows, and of their peers
+    # engine options of our rows, and of their peers
+    changes: Mapping[str, Any] = field(default_factory=dict)
     # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every
     # micro-batch
     reshard: bool = True
@@ -191,9 +190,8 @@ class Products(Contestant):
             and (not name.startswith("embedding.") or (tied and name == "embedding.word.weight"))
         ]
         self._gradients = [torch.empty_like(weight) for weight in self._weights]
-        self._wide = functools.cache(
-            matrix
-        )  # inputs and output gradients (tokens, width), drawn at the first call
+        # inputs and output gradients (tokens, width), drawn at the first call
+        self._wide = functools.cache(matrix)
 
     def step(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Compute all products once per micro-batch; return 0."""

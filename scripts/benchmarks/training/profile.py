@@ -25,12 +25,8 @@ REST = "rest"
 KINDS = {
     "attention": ("scaled_dot_product",),
     PRODUCTS: ("::mm", "::addmm", "::bmm", "::baddbmm"),
-    "norms": (
-        "layer_norm",
-        "rms_norm",
-        "vector_norm",
-        "_foreach_norm",
-    ),  # of activations and of the gradient
+    # of activations and of the gradient
+    "norms": ("layer_norm", "rms_norm", "vector_norm", "_foreach_norm"),
     "optimizer": ("fused_adamw", "_foreach"),
     "activation": ("gelu", "silu", "sigmoid", "addcmul"),
     "compiled": ("## call", "torch-compiled region", "compiledfunction"),

@@ -515,9 +515,8 @@ def test_dropout_drops_probabilities() -> None:
     q = torch.zeros(2, 1, 200, 4)
     k = torch.zeros(2, 1, 200, 4)
     v = torch.ones(2, 1, 200, 4)
-    kept = attention(q, k, v, None, 0.25, 3)[
-        :, 0, :, 0
-    ]  # kept share of each row's equal probabilities, / 0.75
+    # kept share of each row's equal probabilities, / 0.75
+    kept = attention(q, k, v, None, 0.25, 3)[:, 0, :, 0]
     assert abs(float(kept[:, 100:].mean()) - 1) < 0.01 and not torch.equal(kept[0], kept[1])
 
 
