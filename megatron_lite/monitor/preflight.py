@@ -59,7 +59,7 @@ class Facts(NamedTuple):
     clock_s: float  # how far its clock is ahead of rank 0's
     is_right: bool  # its product
     tflops: float
-    links: list[tuple[int, float]]  # ranks and MB/s
+    links: list[tuple[list[int], float]]  # a pair of ranks, the lower one first, and its MB/s
 
 
 def preflight(
@@ -91,19 +91,18 @@ def preflight(
     ranks = [Facts(*values) for values in distributed.gather_objects(measured)]
     failure = None
     if distributed.rank == 0:
-        speeds = {
-            (min(rank, peer), max(rank, peer)): speed
-            for rank, facts in enumerate(ranks)
-            for peer, speed in facts.links
-        }
+        speeds = {(low, high): speed for facts in ranks for (low, high), speed in facts.links}
         for line in table(ranks, speeds):
             get_logger().info("%s", line)
         earlier = (
             {} if folder is None else _record(folder, [facts.machine for facts in ranks], speeds)
         )
-        failure = failure_of(
-            [*problems(ranks, speeds, earlier), *([(StorageError, lack)] if lack else [])]
-        )
+        found = [*problems(ranks, speeds, earlier)]
+        if lack:
+            found.append((StorageError, lack))
+        if found:
+            kind, _ = found[0]
+            failure = kind("preflight: " + "; ".join(text for _, text in found))
     raise_first(distributed, failure)
     get_logger().info("preflight: all checks passed")
 
@@ -116,10 +115,8 @@ def _versions(device: torch.device) -> dict[str, str]:
     """Return the versions of what computes, by name; of a GPU also its kind."""
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
+        installed = metadata.distributions(name=name)
+        found[name] = next((one.version for one in installed), "none")
     if device.type == "cuda":
         found |= {"CUDA": str(torch.version.cuda), "GPU": torch.cuda.get_device_name(device)}
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -166,8 +163,8 @@ def _clock_s(distributed: Distributed) -> float:
     return min(offsets_s, key=abs)
 
 
-def _links(distributed: Distributed) -> list[tuple[int, float]]:
-    """Exchange a buffer with both neighbours in each group, pair by pair; return their ranks and
+def _links(distributed: Distributed) -> list[tuple[list[int], float]]:
+    """Exchange a buffer with both neighbours in each group, pair by pair; return the pairs and
     MB/s each way."""
     device = distributed.device
     own, other = (
@@ -181,9 +178,9 @@ def _links(distributed: Distributed) -> list[tuple[int, float]]:
             for pairs in _turns(group.world_size):
                 distributed.barrier()
                 for peer in (sum(pair) - group.rank for pair in pairs if group.rank in pair):
-                    found.append(
-                        (members[peer], own.nbytes / 1e6 / _exchange_s(group, own, other, peer))
-                    )
+                    seconds = _exchange_s(group, own, other, peer)
+                    pair = sorted((distributed.rank, members[peer]))
+                    found.append((pair, own.nbytes / 1e6 / seconds))
     return found
 
 
@@ -207,11 +204,6 @@ def _exchange_s(group: Group, own: torch.Tensor, other: torch.Tensor, peer: int)
 
 # -- judge
 # --------------------------------------------------------------------------------------------------------
-
-
-def _is_between(ranks: Sequence[Facts], pair: tuple[int, int]) -> bool:
-    """Return whether two ranks are on different machines."""
-    return ranks[pair[0]].machine != ranks[pair[1]].machine
 
 
 def table(ranks: Sequence[Facts], links: Links) -> list[str]:
@@ -267,13 +259,10 @@ def problems(
                 f"the clock of {host} is {abs(clock_s):.1f} s {side}; let it follow a time server",
             )
     slow = dict(_slow(ranks, links, earlier))
-    shared = Counter(itertools.chain(*slow)).most_common(1)
-    if shared and shared[0][1] > 1:
-        rank, count = shared[0]
-        yield (
-            LinkError,
-            f"{count} of {len(slow)} slow links lead to rank {rank} on {ranks[rank].host}",
-        )
+    for rank, count in Counter(itertools.chain(*slow)).most_common(1):
+        if count > 1:
+            where = f"rank {rank} on {ranks[rank].host}"
+            yield LinkError, f"{count} of {len(slow)} slow links lead to {where}"
     for pair, text in slow.items():
         places = " and ".join(f"rank {rank} on {ranks[rank].host}" for rank in pair)
         yield LinkError, f"the link of {places} is slow: {links[pair]:,.1f} MB/s, {text}"
@@ -287,7 +276,9 @@ def _slow(
     on_gpus = any("GPU" in facts.versions for facts in ranks)
     for is_between, kind in ((True, "between machines"), (False, "within a machine")):
         alike = {
-            pair: speed for pair, speed in links.items() if _is_between(ranks, pair) == is_between
+            (low, high): speed
+            for (low, high), speed in links.items()
+            if (ranks[low].machine != ranks[high].machine) == is_between
         }
         compared = is_between or on_gpus
         usual = statistics.median(alike.values()) if compared and len(alike) > 2 else 0.0
@@ -299,11 +290,6 @@ def _slow(
                 yield pair, f"at an earlier start it had {before:,.1f}"
             elif speed < LEAST_MB_S:
                 yield pair, f"less than {LEAST_MB_S:g}"
-
-
-def failure_of(found: Sequence[tuple[type[RunError], str]]) -> RunError | None:
-    """Return an error with all problems, of the kind of the first; None without any."""
-    return found[0][0]("preflight: " + "; ".join(text for _, text in found)) if found else None
 
 
 def _record(folder: Path, machines: list[str], links: Links) -> Links:
