@@ -56,6 +56,7 @@ Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_d
 # a run elsewhere continues them
 RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
+LEAST_BYTES_S = 100_000  # a stopped run does not wait for a store that is slower
 CLAIM_S = 2.0  # until a start that has claimed the mirror reads whether another one has, too
 _POLL_S = 0.05
 
@@ -362,8 +363,8 @@ class Mirror:
         """Wait until all is there: up to a limit, or until the store has failed for a minute or a
         signal arrives.
 
-        stop: None after a signal; then wait as long, but hardly for a store that fails or is
-        silent.
+        stop: None after a signal; then wait as long, but hardly for a store that fails, is silent
+        or slow.
 
         Raises:
             StorageError: if another run or start has claimed the mirror.
@@ -372,6 +373,8 @@ class Mirror:
         asked = self._asked
         start_s = time.monotonic()
         patience_s = PATIENCE_S if stop else STOPPED_PATIENCE_S
+        line = self._remote.line
+        begin_bytes = line.moved_bytes()
         if unsent := self._names():
             logger.info("waiting up to %.0f s for %s: %s", limit_s, self._flag, unsent)
         while (
@@ -380,16 +383,14 @@ class Mirror:
             and (waited_s := time.monotonic() - start_s) < limit_s
             and not (stop and stop.received)
         ):
-            failing_s = (
-                self._remote.line.silent_s
-                if self._failed_s is None
-                else time.monotonic() - self._failed_s
-            )
-            if min(waited_s, failing_s) > patience_s:
+            failed_s = self._failed_s
+            failing_s = line.silent_s if failed_s is None else time.monotonic() - failed_s
+            is_slow = not stop and line.moved_bytes() - begin_bytes < LEAST_BYTES_S * waited_s
+            if waited_s > patience_s and (failing_s > patience_s or is_slow):
                 break
             time.sleep(_POLL_S)
         self._ended = True
-        self._remote.line.close()
+        line.close()
         if self._lost is not None:
             raise self._lost
         if self._done < asked:
@@ -419,7 +420,7 @@ class Mirror:
                 if self._ended:
                     return
                 attempt, pause = attempt + 1, pause_s(attempt + 1)
-                self._failed_s = self._failed_s or time.monotonic()
+                self._failed_s = self._failed_s or time.monotonic() - self._remote.line.silent_s
                 if attempt == 1:
                     text = "%s: %s; training goes on, the next attempt is in %.0f s, others follow after longer pauses"
                     logger.warning(text, self._flag, failure(error), pause)

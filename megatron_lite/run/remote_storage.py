@@ -73,8 +73,8 @@ def _google_account(anonymous: bool) -> Any:
 class Storage:
     """The store of an address; nothing is sent there before the first call. flag: for messages.
 
-    Each call raises TimeoutError once no byte has moved for `limit_s`, see `Line`. anonymous:
-    whether to go on without an account.
+    Each call to S3, Google Cloud or a web server raises TimeoutError once no byte has moved for
+    `limit_s`, see `Line`. anonymous: whether to go on without an account.
 
     Attributes:
         system, path: the fsspec file system, and the path there.
@@ -94,6 +94,7 @@ class Storage:
             self.line = Line(limit_s)
             options = _options(address.partition("://")[0], self.line, anonymous)
             self.system, self.path = url_to_fs(address, **options)
+            self._is_watched = bool(options)  # the library opens its connections by `line`
         except (ImportError, ValueError, TypeError) as error:
             fix = (
                 "pip install '.[remote]'"
@@ -106,7 +107,7 @@ class Storage:
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system, and raise what it raises."""
-        if not self.system.async_impl:
+        if not self._is_watched:
             return getattr(self.system, method)(*arguments, **options)
         return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import socket
 import struct
 from collections.abc import Coroutine
@@ -39,7 +40,8 @@ class Line:
         self._loop = fsspec.asyn.get_loop()
         self._limit_s, self._look_s = limit_s, min(_LOOK_S, limit_s / 4)
         self._counts = dict[socket.socket, int]()
-        self.silent_s = 0.0  # how long the call under way has moved nothing
+        self.silent_s = 0.0  # how long the call under way has moved nothing, also once it failed
+        self._moved_bytes = 0  # so far
         self._work: concurrent.futures.Future[Any] | None = None
 
     def open_socket(self, address: Any) -> socket.socket:
@@ -66,6 +68,7 @@ class Line:
             TimeoutError: if no byte has moved for too long. All connections are closed: the others
             may be dead as well.
         """
+        self.silent_s = 0.0
         self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             self._moved()
@@ -76,13 +79,16 @@ class Line:
         except BaseException:
             self.close()
             raise
-        finally:
-            self.silent_s = 0.0
+        self.silent_s = 0.0
         return future.result()
+
+    def moved_bytes(self) -> float:
+        """Return how many bytes have moved so far; not a number if none was counted."""
+        return self._moved_bytes or math.nan
 
     def _moved(self) -> bool:
         """Return whether a byte has moved since the last look."""
-        moved = not _TCP_INFO
+        moved_bytes = self._moved_bytes
         for one, before in list(self._counts.items()):
             try:
                 count = sum(
@@ -91,8 +97,9 @@ class Line:
             except OSError:  # closed
                 del self._counts[one]
             else:
-                moved, self._counts[one] = moved or count > before, count
-        return moved
+                self._counts[one] = count
+                self._moved_bytes += count - before
+        return self._moved_bytes > moved_bytes or not _TCP_INFO
 
     def close(self) -> None:
         """Close the connections, also from another thread than that of a call, which then raises an

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 from megatron_lite.checkpoint import mirror
 from megatron_lite.errors import StorageError, UsageError
@@ -56,24 +58,40 @@ def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
     assert content(bucket).items() >= copied(root).items()
 
 
+@pytest.mark.parametrize("pause_s", [None, 0.05], ids=["silent", "slow"])
 def test_the_end_of_a_run_waits_only_for_a_store_that_moves(
+    pause_s: float | None,
     bucket: Any,
     server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After a signal, silence counts from its first moment, long before the limit on it."""
+    """After a signal, silence counts from its first moment, long before the limit on it, and 40 kB/s
+    are no better."""
     monkeypatch.setattr(mirror, "STOPPED_PATIENCE_S", 1.0)
-    with Proxy(server.port).listen() as proxy, through(proxy):
-        made = make(
-            run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=FOR_GOOD_S
-        )
-        proxy.open.clear()
+    root = run_folder(tmp_path / "a", 10)
+    (root / "checkpoints" / "10" / "rank_000.safetensors").write_bytes(bytes(10**6))
+    with Proxy(server.port, pause_s=pause_s or 0.0).listen() as proxy, through(proxy):
+        made = make(root, f"s3://{bucket.name}/run", mirror_timeout=FOR_GOOD_S)
+        if pause_s is None:
+            proxy.open.clear()
         begin_s = time.monotonic()
         made.close(FOR_GOOD_S, None)
         assert time.monotonic() - begin_s < WITHIN_S
     assert "lacks checkpoints/10, export/10; the next start" in caplog.text
+
+
+def test_a_store_fails_from_the_first_moment_of_its_silence(
+    bucket: Any, server: S3Server, tmp_path: Path
+) -> None:
+    """A stopped run counts its patience from there, not from the end of the call that has waited."""
+    with Proxy(server.port).listen() as proxy, through(proxy):
+        made = make(run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=1.0)
+        proxy.open.clear()
+        made.update()
+        wait_until(lambda: made._failed_s is not None)
+        assert time.monotonic() - (made._failed_s or 0.0) >= 1.0
 
 
 def test_a_start_says_what_it_waits_for_and_ends(
@@ -128,9 +146,24 @@ def test_only_silence_ends_a_call() -> None:
             assert line.wait_for(moving(4)) == "done" and line.silent_s == 0.0
             with pytest.raises(TimeoutError, match="no byte has moved for 2 s"):
                 line.wait_for(asyncio.sleep(FOR_GOOD_S))
-            assert line.silent_s == 0.0 and theirs.recv(1000).strip(b"x") == b""
+            assert line.silent_s == 2.0 and theirs.recv(1000).strip(b"x") == b""
             theirs.settimeout(WITHIN_S)
             assert theirs.recv(1) == b"", "closed"
+
+
+class Unwatched(AsyncFileSystem):  # type: ignore[misc]
+    """A library that opens connections of its own."""
+
+    protocol = "unwatched"
+
+    async def _cat_file(self, path: str, **options: Any) -> bytes:
+        await asyncio.sleep(1.0)
+        return b"read"
+
+
+def test_nothing_is_silent_whose_bytes_nobody_counts() -> None:
+    fsspec.register_implementation("unwatched", Unwatched, clobber=True)
+    assert Storage("unwatched://bucket", "mirror", 0.4).call("cat_file", "name") == b"read"
 
 
 def test_without_an_account_a_mirror_in_gcs_is_refused(
