@@ -12,8 +12,15 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi
 
-# A start that dies before Python runs writes no exit.json: that of the start before must not be taken for it.
-if [ -f "$EXP_BASE_DIR/exit.json" ]; then mv "$EXP_BASE_DIR/exit.json" "$EXP_BASE_DIR/exit_before.json"; fi
+# A start that dies before Python runs writes no exit.json: that of the start before must not be taken for it. The file stays,
+# as it may be that of another job, which still trains here.
+rm -f "$EXP_BASE_DIR/exit_before.json"
+if [ -f "$EXP_BASE_DIR/exit.json" ]; then cp -p "$EXP_BASE_DIR/exit.json" "$EXP_BASE_DIR/exit_before.json"; fi
+
+# Print the exit.json that has been written since.
+show_exit() {
+    if [ "$EXP_BASE_DIR/exit.json" -nt "$EXP_BASE_DIR/exit_before.json" ]; then cat "$EXP_BASE_DIR/exit.json"; fi
+}
 
 # Slurm has signalled this script. A preemption, scancel and the time limit signal the processes of the steps, too, and a
 # second signal would end torchrun in the middle of a save. --signal=B:TERM@300 or B:USR1@300 signals this script alone.
