@@ -59,7 +59,7 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))  # a port for e
 
 # SLURM_NODEID differs from node to node, so it is expanded there, not here.
 # shellcheck disable=SC2016
-exec srun --export=ALL --cpus-per-task={cores} --kill-on-bad-exit=1 bash -c \\
+exec srun --export=ALL --cpus-per-task={cores} --kill-on-bad-exit=1 bash scripts/examples/first_signal.sh bash -c \\
     'exec torchrun --nnodes={nodes} --nproc-per-node={per_node} \\
     --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --max-restarts=0 "$@"' \\
     train {words}

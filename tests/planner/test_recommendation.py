@@ -376,6 +376,7 @@ def test_the_job_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert (
         "#SBATCH --cpus-per-task=64\n#SBATCH --mem=0\n" in script
         and "srun --export=ALL --cpus-per-task=64" in script
+        and " bash scripts/examples/first_signal.sh bash -c " in script
     )
     assert (
         "#SBATCH --nodes=2\n" in script
