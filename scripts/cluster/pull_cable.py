@@ -3,44 +3,66 @@ the run resume.
 
     sudo -E python -m scripts.cluster.pull_cable --folder=NEW --cuts=30
 
+Cuts fall into each of PHASES in turn. The next start of the same command is that of the next cut.
 It writes a line for each cut, and ends with exit code 1 if a promise is broken.
-
-The machines are network, host-name, mount and process namespaces on a bridge, with one rank each. A
-pulled cable is a port of the bridge that is down: no connection closes. A process that is killed
-leaves no namespace of its own behind but those named below, which the next call removes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.docs.tables import ROOT
+from scripts.cluster.machines import Pair
 
-BRIDGE = "mlcable"
-NODES = ("mlcable1", "mlcable2")
-NET = "10.213.77"
 # --distributed_timeout, --startup_timeout, and what may pass after them
 TIMEOUT_S = 10
 STARTUP_S = 60
 LATE_S = 20
 READY_S = 120.0  # limit on a resumed run's end
-IMPORTS_S = 60  # limit on what comes before a rank looks at its clock, on a busy machine
+IMPORTS_S = 120  # limit on what comes before a rank looks at its clock, on a busy machine
+MOMENTS_S = 8.0  # the cable is pulled within this time after the start, or after the first step
 FLAGS = (
     "--num_layers=2 --hidden_size=32 --num_attention_heads=4 --sequence_length=16 --micro_batch_size=2 --batch_size=4 "
-    "--dataset_source=random --vocab_size=64 --device=cpu --zero_stage=2 --max_checkpoints=2 "
+    "--dataset_source=random --vocab_size=64 --device=cpu --zero_stage=2 --max_checkpoints=2 --num_workers=0 "
     f"--distributed_timeout={TIMEOUT_S} --startup_timeout={STARTUP_S}"
 ).split()
+WORDS = "cannot be reached|nobody answered|missing: rank 1"
+
+
+class Phase(NamedTuple):
+    """Where the cable is pulled."""
+
+    trains: bool = True  # whether the run trains by then
+    interval: int = 50  # of checkpoints
+    before: str = ""  # Python that runs first, and makes the phase last longer
+
+
+PHASES = {
+    "steps": Phase(),
+    "the wait for data": Phase(
+        before="import os, time; from megatron_lite.data.reading import RandomReader as Reader\n"
+        "read, wait_s = Reader.read, 3 * int(os.environ['RANK'])\n"
+        "Reader.read = lambda *given: (time.sleep(wait_s), read(*given))[1]"
+    ),
+    "saves": Phase(
+        interval=3,
+        before="import os, time; sync = os.fsync\n"
+        "os.fsync = lambda file: (time.sleep(1), sync(file))",
+    ),
+    "the start": Phase(trains=False),
+}
 
 
 class Outcome(NamedTuple):
@@ -48,98 +70,28 @@ class Outcome(NamedTuple):
 
     code: int | None  # None: it had not ended
     took_s: float
-    words: str
+    words: str  # of its error; empty if it leaves them to rank 0
 
 
-def ip(*words: str, check: bool = True) -> None:
-    """Run `ip`, and raise CalledProcessError if it fails."""
-    subprocess.run(["ip", *words], check=check, capture_output=not check)
-
-
-@contextlib.contextmanager
-def machines() -> Iterator[None]:
-    """Make two machines on a bridge, and remove them."""
-    remove()
-    ip("link", "add", BRIDGE, "type", "bridge")
-    ip("link", "set", BRIDGE, "up")
-    try:
-        for number, node in enumerate(NODES, 1):
-            ip("netns", "add", node)
-            ip("link", "add", f"{node}p", "type", "veth", "peer", "name", "cable", "netns", node)
-            ip("link", "set", f"{node}p", "master", BRIDGE, "up")
-            ip("-n", node, "link", "set", "lo", "up")
-            ip("-n", node, "address", "add", f"{NET}.{number}/24", "dev", "cable")
-            ip("-n", node, "link", "set", "cable", "up")
-        yield
-    finally:
-        remove()
-
-
-def remove() -> None:
-    """Remove what this program, and nothing else, has made."""
-    for node in NODES:
-        ip("netns", "delete", node, check=False)
-        ip("link", "delete", f"{node}p", check=False)
-    ip("link", "delete", BRIDGE, check=False)
-
-
-def start(rank: int, folder: Path, iterations: int, interval: int) -> subprocess.Popen[str]:
-    """Start a rank on its machine; its output goes to a file beside the run."""
-    node = NODES[rank]
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": f"{NET}.1",
-        "MASTER_PORT": "29577",
-        "GLOO_SOCKET_IFNAME": "cable",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    own = [
-        f"--train_iters={iterations}",
-        f"--checkpoint_interval={interval}",
-        f"--experiment_dir={folder / 'run'}",
-    ]
-    inside = [
-        "sh",
-        "-c",
-        'hostname "$0"; exec "$@"',
-        node,
-        sys.executable,
-        "pretrain_gpt.py",
+def start(pair: Pair, folder: Path, phase: Phase, iterations: int) -> list[subprocess.Popen[str]]:
+    """Start both ranks; the output of each goes to a file beside the run."""
+    flags = (
         *FLAGS,
-        *own,
-    ]
-    outside = [
-        "nsenter",
-        f"--net=/run/netns/{node}",
-        "unshare",
-        "-ump",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    ]
-    with open(folder / f"rank_{rank}.txt", "w", encoding="utf-8") as output:
-        return subprocess.Popen(
-            [*outside, *inside],
-            cwd=ROOT,
-            env={**os.environ, **variables},
-            stdout=output,
-            stderr=output,
-            text=True,
-        )
+        f"--train_iters={iterations}",
+        f"--checkpoint_interval={phase.interval}",
+        f"--experiment_dir={folder / 'run'}",
+    )
+    return [pair.start(rank, flags, folder / f"rank_{rank}.txt", phase.before) for rank in (0, 1)]
 
 
-def cable(state: str) -> None:
-    """Pull the second machine's cable (down), or put it back (up)."""
-    ip("link", "set", f"{NODES[1]}p", state)
+def log(folder: Path, rank: int) -> str:
+    return (folder / f"rank_{rank}.txt").read_text("utf-8", "replace")
 
 
 def ends(sides: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -> list[Outcome]:
     """Wait for both sides; kill what has not ended within the limit."""
-    begin_s, took_s = time.monotonic(), dict[int, float]()
+    begin_s = time.monotonic()
+    took_s = dict[int, float]()
     while len(took_s) < len(sides) and time.monotonic() - begin_s < limit_s:
         for rank, side in enumerate(sides):
             if rank not in took_s and side.poll() is not None:
@@ -147,38 +99,47 @@ def ends(sides: Sequence[subprocess.Popen[str]], folder: Path, limit_s: float) -
         time.sleep(0.1)
     found = []
     for rank, side in enumerate(sides):
-        lines = (folder / f"rank_{rank}.txt").read_text("utf-8", "replace").splitlines()
-        words = next(
-            (line for line in lines if line.startswith("ERROR")), lines[-1] if lines else ""
-        )
+        words = next((line for line in log(folder, rank).split("\n") if line[:5] == "ERROR"), "")
         found.append(Outcome(side.poll(), took_s.get(rank, limit_s), words))
-        side.kill()
-        side.wait()
     return found
 
 
-def cut(folder: Path, generator: random.Random) -> tuple[float, list[Outcome]]:
-    """Start a run, pull the cable at a random moment, and return the moment and how both sides
-    end."""
-    interval = generator.choice([3, 1000])
-    sides = [start(rank, folder, 10**6, interval) for rank in (0, 1)]
+def cut(
+    pair: Pair, folder: Path, phase: Phase, generator: random.Random
+) -> tuple[float, list[Outcome]]:
+    """Start the run, pull the cable, and return at which second and how both sides end."""
+    sides = start(pair, folder, phase, 10**6)
     begin_s = time.monotonic()
-    if generator.random() > 0.2:  # once it trains
-        while "loss" not in (folder / "rank_0.txt").read_text("utf-8") and sides[0].poll() is None:
-            time.sleep(0.1)
-    time.sleep(generator.uniform(0.0, 5.0))
+    while phase.trains and "loss" not in log(folder, 0) and sides[0].poll() is None:
+        time.sleep(0.1)
+    time.sleep(generator.uniform(0.0, MOMENTS_S))
     moment_s = time.monotonic() - begin_s
-    cable("down")
+    pair.machines[1].plug("down")
     found = ends(sides, folder, STARTUP_S + IMPORTS_S + LATE_S + 10)
-    cable("up")
+    pair.machines[1].plug("up")
     return moment_s, found
 
 
-def phase(folder: Path) -> str:
-    """Return what rank 0 was in, by its message or exit.json."""
+def message(folder: Path) -> str:
+    """Return what exit.json says of the end."""
     with contextlib.suppress(OSError, ValueError):
         return str(json.loads((folder / "run" / "exit.json").read_text())["message"])[:200]
     return "no exit.json"
+
+
+def promised(sides: Sequence[Outcome], said: str, left: Sequence[str]) -> bool:
+    """Return whether a cut ended as it should. said: see `message`. left: processes, still there."""
+    good = not left and re.search(WORDS, f"{said} {sides}") is not None
+    for side in sides:
+        limit_s = STARTUP_S + IMPORTS_S if "--startup" in side.words else TIMEOUT_S
+        good &= side.code == 6 and side.took_s <= limit_s + LATE_S
+    return good
+
+
+def reached(folder: Path) -> int:
+    """Return the newest iteration that was saved; 0 if none was."""
+    names = (path.name for path in (folder / "run" / "checkpoints").glob("*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,40 +157,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("not inside a job: this changes the network of the machine")
     if os.geteuid() != 0:
         raise SystemExit("needs root, for namespaces")
-    options.folder.mkdir(parents=True)
-    generator, broken = random.Random(options.seed), 0
+    folder = options.folder
+    folder.mkdir(parents=True)
+    generator = random.Random(options.seed)
+    broken = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with machines():
-        for number in range(1, options.cuts + 1):
-            moment_s, found = cut(options.folder, generator)
-            limits = [
-                STARTUP_S + IMPORTS_S if "--startup" in one.words else TIMEOUT_S for one in found
-            ]
-            good = all(
-                one.code == 6 and one.took_s <= limit + LATE_S
-                for one, limit in zip(found, limits, strict=True)
-            )
+    with Pair() as pair:
+        for number, name in zip(range(options.cuts), itertools.cycle(PHASES), strict=False):
+            moment_s, found = cut(pair, folder, PHASES[name], generator)
+            said, left = message(folder), pair.left_over()
+            resumed = re.search("resumed from .* (at iteration [0-9]+)", log(folder, 0))
+            good = promised(found, said, left)
             broken += not good
             print(
-                f"{number} {'ok' if good else 'BROKEN'} cut after {moment_s:.1f} s; {phase(options.folder)!r}",
+                f"{number + 1} {'ok' if good else 'BROKEN'} in {name}: cut after {moment_s:.1f} s, "
+                f"{'resumed ' + resumed[1] if resumed else 'nothing resumed before'}, "
+                f"{len(left)} processes left; {said!r}",
                 flush=True,
             )
             for rank, one in enumerate(found):
-                print(
-                    f"    rank {rank}: code {one.code} after {one.took_s:.1f} s: {one.words[:300]}",
-                    flush=True,
-                )
-        names = [
-            path.name
-            for path in (options.folder / "run" / "checkpoints").glob("*")
-            if path.name.isdecimal()
-        ]
-        reached = max(map(int, names), default=0)
-        found = ends(
-            [start(rank, options.folder, reached + 10, 1000) for rank in (0, 1)],
-            options.folder,
-            READY_S,
-        )
+                end = f"code {one.code} after {one.took_s:.1f} s"
+                print(f"    rank {rank}: {end}: {one.words[:300]}", flush=True)
+            pair.kill()
+        sides = start(pair, folder, Phase(), reached(folder) + 10)
+        found = ends(sides, folder, READY_S)
         print("resumed", found, flush=True)
         broken += any(one.code != 0 for one in found)
     return int(broken > 0)

@@ -14,15 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from scripts.cluster.machines import Machine, run
+from scripts.docs.tables import ROOT
 from tests.support.token_files import write_documents
 
-ROOT = Path(__file__).resolve().parents[2]
 NODES = {"mlc01": 1, "mlc02": 2, "mlc05": 5}
 CORES = {"mlc01": 2, "mlc02": 2, "mlc05": 4}
 BRIDGE, NETWORK = "mlc0", "10.77.0"
@@ -110,36 +111,13 @@ def until(condition: Callable[[], object], what: Callable[[], object] = lambda: 
     return time.monotonic() - begin_s
 
 
-class Node:
-    """One machine of the cluster, in its namespaces."""
+class Node(Machine):
+    """One machine of the cluster."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.cable = f"mlc-{NODES[name]}"
+        super().__init__(name, BRIDGE, f"{NETWORK}.{NODES[name]}/24")
         self._folder = folder
-        unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
-        # The first process of the namespace adopts orphans, and must outlive slurmd.
-        self._root = subprocess.Popen(
-            [*unshare, "bash", "-c", "while :; do sleep 1000 & wait; done"]
-        )
-        children = Path(f"/proc/{self._root.pid}/task/{self._root.pid}/children")
-        until(lambda: children.read_text().strip())
-        self._inside = ["nsenter", "-a", "-t", children.read_text().strip()]
-        init = self._inside[-1]
-        until(
-            lambda: self.call("readlink", "/proc/self/ns/net") != os.readlink("/proc/self/ns/net")
-        )
-        run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", init)
-        run("ip", "link", "set", self.cable, "master", BRIDGE, "up")
-        self.call("ip", "address", "add", f"{NETWORK}.{NODES[name]}/24", "dev", "eth0")
-        self.call("ip", "link", "set", "eth0", "up")
-        self.call("ip", "link", "set", "lo", "up")
         self.call("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
-        self.call("hostname", name)
-
-    def call(self, *words: str) -> str:
-        """Run a command on the node; return its output."""
-        return run(*self._inside, *words)
 
     def start_slurmd(self) -> None:
         self.call(
@@ -150,42 +128,6 @@ class Node:
         """End slurmd, and not its steps, by SIGKILL."""
         (name,) = self._folder.glob(f"slurmd-{self.name}.pid")
         self.call("kill", "-KILL", name.read_text().strip())
-
-    def processes(self, word: str) -> list[str]:
-        """Return the command lines on the node that contain `word`."""
-        return [
-            line
-            for line in self.call("ps", "-eo", "args").splitlines()
-            if word in line and "ps -eo" not in line
-        ]
-
-    def plug(self, state: str) -> None:
-        """Pull the cable (down), or plug it in again (up)."""
-        run("ip", "link", "set", self.cable, state)
-
-    def end(self) -> None:
-        self._root.kill()
-        self._root.wait()
-
-
-def run(*words: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-    """Run a command; return its output.
-
-    Raises:
-        RuntimeError: with the output, if the command fails.
-    """
-    done = subprocess.run(
-        words,
-        env=environment,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{words} ended with {done.returncode}: {done.stdout}")
-    return done.stdout.strip()
 
 
 def open_interpreter(stash: Path) -> None:
