@@ -1,1 +1,1 @@
-"""Tries on clusters as they are, which scripts/cluster_tests.sh runs: a real Slurm."""
+"""Tries on clusters as they are, which scripts/cluster_tests.sh runs: Slurm, machines, stores."""

@@ -1,12 +1,17 @@
-"""What the tries share: a real Slurm, and the table of what was seen."""
+"""What the tries share: a folder, a real Slurm, and the table of what was seen."""
 
 import os
-from collections.abc import Iterator
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.slurm import Slurm
+
+Seen = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +23,16 @@ def folder() -> Path:
     return Path(name)
 
 
+def needs(*programs: str) -> None:
+    """Skip a try whose programs are not installed."""
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+
+
 @pytest.fixture(scope="session")
 def slurm(folder: Path) -> Iterator[Slurm]:
+    needs("slurmctld", "slurmd", "munged", "ip")
     with Slurm(folder) as slurm:
         yield slurm
 
@@ -34,25 +47,26 @@ def healthy(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Keep the summary of a try's docstring with its report."""
+    """Keep a row of the table with the report of each try, and show it."""
     outcome = yield
-    summary, _, _ = (item.function.__doc__ or item.name).partition("\n\n")  # type: ignore[attr-defined]
-    outcome.get_result().try_ = " ".join(summary.split())
+    report = outcome.get_result()
+    if report.when == "call" or not report.passed and report.when == "setup":
+        words = (item.function.__doc__ or item.name).splitlines()[0]  # type: ignore[attr-defined]
+        fault, what = re.fullmatch(r"(?:([0-9 and]+): )?(.*)", words).groups("")
+        seen = "; ".join(str(value) for name, value in report.user_properties if name == "seen")
+        cells = (fault, what, report.outcome, seen, f"{report.duration:.0f}")
+        report.row = f"| {' | '.join(cells)} |"
+        print(f"\n{report.row}", file=sys.__stderr__, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a row for each try: what it does, how it ended, what was seen."""
-    rows = []
-    for result in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(result, []):
-            if hasattr(report, "try_"):
-                seen = "; ".join(
-                    str(value) for name, value in report.user_properties if name == "seen"
-                )
-                rows.append(
-                    (report.start, f"| {report.try_} | {result} | {seen} | {report.duration:.0f} |")
-                )
+    """Print the table: the number of a fault in docs/reliability.md, if any, what a try does, how
+    it ended, what was seen, and how long it took."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    rows = {report.start: report.row for report in reports if hasattr(report, "row")}
     if rows:
-        terminalreporter.write_line("\n| try | result | seen | s |\n| --- | --- | --- | --- |")
-        for _, row in sorted(rows):
+        terminalreporter.write_line(
+            "\n| fault | try | result | seen | s |\n| --- | --- | --- | --- | --- |"
+        )
+        for _, row in sorted(rows.items()):
             terminalreporter.write_line(row)

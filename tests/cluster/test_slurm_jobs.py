@@ -2,11 +2,11 @@
 cancelled, cut off."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import Seen
 from tests.cluster.slurm import GRACE_S, KILL_WAIT_S, TINY, Run, Slurm, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -15,7 +15,6 @@ PREEMPTIBLE = "scripts/examples/slurm_preemptible.sbatch"
 SINGLE = "scripts/examples/slurm_single_node.sbatch"
 TWO = ("--nodes=2", "--cpus-per-task=1", "--time=10")
 LONG = (*TINY, "--train_iters=100000")
-Seen = Callable[[str, object], None]
 WHOLE = 200
 
 
@@ -51,7 +50,7 @@ def test_preempted(whole: Run, slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_a_save_longer_than_the_grace_time(slurm: Slurm, record_property: Seen) -> None:
-    """slurm_preemptible.sbatch is preempted; the save ends within KillWait after GraceTime"""
+    """3: slurm_preemptible.sbatch is preempted; the save ends within KillWait after GraceTime"""
     run = slurm.run()
     job = slurm.submit(run, *TWO, "--partition=grace", PREEMPTIBLE, *LONG, SLOW_FSYNC_S="5")
     run.trains()
@@ -78,7 +77,7 @@ def test_time_limit(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_cancelled_is_cancelled(slurm: Slurm, record_property: Seen) -> None:
-    """scancel of slurm_preemptible.sbatch"""
+    """1: scancel of slurm_preemptible.sbatch"""
     run = slurm.run()
     job = slurm.submit(run, *TWO, PREEMPTIBLE, *LONG)
     run.trains()
@@ -111,7 +110,7 @@ def test_the_script_alone_is_signalled(
 
 
 def test_a_start_before_python(slurm: Slurm, record_property: Seen) -> None:
-    """torchrun cannot start, and exit.json is that of a start with a data error"""
+    """8: torchrun cannot start, and exit.json is that of a start with a data error"""
     run = slurm.run()
     run.folder.mkdir(mode=0o777)
     run.folder.chmod(0o777)
@@ -158,7 +157,7 @@ def test_cable_pulled(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_export_list(slurm: Slurm, record_property: Seen) -> None:
-    """slurm_multi_node.sbatch with `sbatch --export=DATA_PATH,EXP_BASE_DIR,VENV`"""
+    """5: slurm_multi_node.sbatch with `sbatch --export=DATA_PATH,EXP_BASE_DIR,VENV`"""
     run = slurm.run()
     job = slurm.submit(
         run, *TWO, "--export=DATA_PATH,EXP_BASE_DIR,VENV", MULTI, *TINY, "--train_iters=3"
@@ -188,7 +187,7 @@ def planned_job(slurm: Slurm, run: Run, *flags: str) -> str:
 
 
 def test_planned_job(slurm: Slurm, record_property: Seen) -> None:
-    """the planner's job for two GPUs with `sbatch --export=NONE`, and cores as the nodes have"""
+    """4 and 5: the planner's job for two GPUs with `sbatch --export=NONE`, and cores as the nodes have"""
     run = slurm.run()
     name = planned_job(slurm, run, "--train_iters=3", "--world_size=2")
     job = slurm.submit(run, "--export=NONE", "--time=10", name)
@@ -199,18 +198,19 @@ def test_planned_job(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_planned_job_preempted(slurm: Slurm, record_property: Seen) -> None:
-    """the planner's job on two nodes is preempted in a partition with a grace time, in a save of
-    some seconds"""
+    """the planner's job on two nodes is preempted; the save ends within KillWait after GraceTime"""
     run = slurm.run()
     name = planned_job(slurm, run, "--train_iters=100000", "--world_size=16")
     options = ("--partition=grace", "--time=10")
-    job = slurm.submit(run, *options, name, SLOW_FSYNC_S="1")
+    job = slurm.submit(run, *options, name, SLOW_FSYNC_S="5")
     run.trains()
     slurm.preempt()
     until(lambda: run.exit().get("exit_code"), lambda: slurm.log(job))
     assert run.exit()["exit_code"] == 75 and run.checkpoints(), slurm.log(job)
+    (seconds,) = re.findall(r"^saved .* ([0-9.]+) s\)$", slurm.log(job), re.M)
+    assert float(seconds) > GRACE_S
     state = slurm.wait(job, "FAILED", "PENDING")
-    record_property("seen", f"saved {run.checkpoints()[-1]}, 75, job {state}")
+    record_property("seen", f"saved {run.checkpoints()[-1]} in {seconds} s, 75, job {state}")
 
 
 def test_array(slurm: Slurm, record_property: Seen) -> None:

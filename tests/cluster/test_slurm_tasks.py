@@ -3,15 +3,14 @@ limits."""
 
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 
+from tests.cluster.conftest import Seen
 from tests.cluster.slurm import GRACE_S, KILL_WAIT_S, TINY, Run, Slurm, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TWO = "--nodes=2 --ntasks-per-node=1 --time=10"
-Seen = Callable[[str, object], None]
 
 
 def test_a_rank_is_killed(slurm: Slurm, record_property: Seen) -> None:
@@ -27,7 +26,7 @@ def test_a_rank_is_killed(slurm: Slurm, record_property: Seen) -> None:
 
 @pytest.mark.parametrize("fsync_s", [1, 5], ids=["short", "long"])
 def test_preempted(fsync_s: int, slurm: Slurm, record_property: Seen) -> None:
-    """srun for each rank: preempted; the save ends within GraceTime, or within KillWait after it"""
+    """3: srun for each rank: preempted; the save ends within GraceTime, or within KillWait after it"""
     run = slurm.run()
     options = f"{TWO} --partition=grace --requeue srun"
     job = slurm.submit_tasks(run, options, "--train_iters=100000", SLOW_FSYNC_S=str(fsync_s))
@@ -45,7 +44,7 @@ def test_preempted(fsync_s: int, slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_arbitrary_distribution(slurm: Slurm, record_property: Seen) -> None:
-    """srun -m arbitrary with a host file"""
+    """7: srun -m arbitrary with a host file"""
     run = slurm.run()
     hosts = slurm.folder / "runs" / "hosts"
     hosts.write_text("mlc05\nmlc02\n")
@@ -62,7 +61,7 @@ def test_arbitrary_distribution(slurm: Slurm, record_property: Seen) -> None:
 
 
 def test_stop_before_the_end(slurm: Slurm, record_property: Seen) -> None:
-    """`--time=2 --stop_before_end_s=80`"""
+    """6: `--time=2 --stop_before_end_s=80`"""
     run = slurm.run()
     job = slurm.submit_tasks(
         run, f"{TWO} --time=2 srun", "--train_iters=100000 --stop_before_end_s=80"
