@@ -11,6 +11,7 @@ import __future__
 
 import importlib
 import inspect
+import re
 import textwrap
 import types
 from pathlib import Path
@@ -23,7 +24,8 @@ GUIDE = ROOT / "docs" / "reliability.md"
 
 
 class Bug(NamedTuple):
-    """A published bug. place: module:function of ours; before, after: in its source.
+    """A published bug. place: module:function of ours; before, after: in its source, however it is
+    broken into lines.
 
     like: options with which the command finds it; empty: those that it draws. test: the test that
     finds it instead.
@@ -71,8 +73,10 @@ class Bug(NamedTuple):
         path.write_text(text.replace(source, self._replaced(source)), "utf-8")
 
     def _replaced(self, source: str) -> str:
-        assert source.count(self.before) == 1, (self.name, source.count(self.before))
-        return source.replace(self.before, self.after)
+        words = map(re.escape, re.findall(r"\w+|[^\w\s]", self.before))
+        changed, count = re.subn(r"\s*".join(words), lambda _: self.after, source)
+        assert count == 1, (self.name, count)
+        return changed
 
 
 BUGS = (

@@ -234,8 +234,8 @@ MISTAKES = (
         "one rate a stage",
         "all parameters of a stage have the learning-rate scale of the first",
         "zero.layout:FlatLayout.update_ranges",
-        "if separate or not firsts or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec):",
-        "if separate or not firsts:",
+        "or _update_kind(self.slots[firsts[-1]].spec) != _update_kind(slot.spec)",
+        "",
     ),
     _changed(
         "frozen stage gathered once",
