@@ -18,8 +18,8 @@ if [ "$#" -gt 0 ]; then
     run_pytest "$@"
     exit
 fi
-say "running the tests, those of guides, plots, benchmarks and reports included"
+say "running the tests, those of guides, plots and reports included"
 # One process more than there are cores: tests often wait, for the ranks that they start or for the disk. Idle processes
 # take tests from busy ones.
 cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
-run_pytest --numprocesses "$((cores + 1))" --dist worksteal -m "not slow"
+run_pytest --numprocesses "$((cores + 1))" --dist worksteal -m "not slow and not benchmarks"

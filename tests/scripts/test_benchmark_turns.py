@@ -1,16 +1,22 @@
-"""The runner and the format of all benchmarks: rounds, warm-up, quiet turns, failures, ratios,
-tables and goals."""
+"""The pipeline of all benchmarks: rounds, warm-up, quiet turns, failures, ratios and tables."""
 
 from typing import Any
 
 import pytest
 
+from scripts.benchmarks.pipeline import (
+    REPEATS,
+    Turns,
+    number,
+    over,
+    ratio,
+    spread,
+    spread_of,
+    table,
+)
 from scripts.benchmarks.processor import Load
-from scripts.benchmarks.results import ratio, spread_of
-from scripts.benchmarks.tables import Goal, number, over, spread, table, verdicts
-from scripts.benchmarks.turns import Turns
 
-pytestmark = pytest.mark.guides
+pytestmark = pytest.mark.benchmarks
 
 
 def test_contestants_take_turns_in_another_order_each_round() -> None:
@@ -24,12 +30,11 @@ def test_contestants_take_turns_in_another_order_each_round() -> None:
     turns = Turns(["a", "b"], measure, 2, warm_up=1)
     assert len(list(turns.run())) == 3
     assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
-    assert turns.records["a"].spread("seconds") == {
+    assert turns.spread("a", "seconds") == {
         "median": 1.5,
         "quartiles": [1.25, 1.75],
         "values": [1.0, 2.0],
     }
-    assert turns.records["a"].every("seconds") == [100.0, 1.0, 2.0]
     assert turns.ratio("a", "b") == {"median": 0.5, "quartiles": [0.5, 0.5], "values": [0.5, 0.5]}
 
 
@@ -44,17 +49,12 @@ def test_turns_beside_other_programs_do_not_count() -> None:
         max_others=0.1,
     )
     assert len(list(turns.run())) == 3
-    assert turns.records["a"].counts == [True, True, False] and turns.records["b"].counts == [
-        False,
-        True,
-        True,
-    ]
+    assert turns.values("a", "seconds") == [1.0, 2.0, None]
+    assert turns.values("b", "seconds") == [None, 2.0, 3.0]
     ratios = turns.ratio("a", "b")
     assert ratios is not None and ratios["values"] == [1.0]
-    never = Turns(
-        ["a"], lambda name, turn: {"seconds": 1.0, "others": 0.0}, 2, max_others=-1.0, repeats=4
-    )
-    assert len(list(never.run())) == 8 and never.records["a"].spread("seconds") is None
+    never = Turns(["a"], lambda name, turn: {"seconds": 1.0, "others": 0.5}, 2, max_others=0.1)
+    assert len(list(never.run())) == 2 * REPEATS and never.spread("a", "seconds") is None
     # The kernel counts in ticks of 10 ms: in a short turn a program may seem to have taken more
     # than there was.
     assert Load(0.001, 0.01, 0.0).others == 0.0
@@ -66,18 +66,15 @@ def test_a_failure_ends_one_contestant() -> None:
             raise ValueError("it is over\nand out")
         return {"seconds": 1.0}
 
-    turns = Turns(["a", "b"], measure, 3, failures=(ValueError,))
-    assert len(list(turns.run())) == 3 and turns.failed() == {"b": "ValueError: it is over"}
-    assert turns.records["b"].counted("seconds") == [1.0, None, None] and list(turns.sound()) == [
-        "a"
-    ]
+    turns = Turns(["a", "b"], measure, 3, expected=(ValueError,))
+    assert len(list(turns.run())) == 3 and turns.failures == {"b": "ValueError: it is over"}
+    assert turns.values("b", "seconds") == [1.0, None, None] and turns.sound() == ["a"]
     with pytest.raises(ValueError, match="it is over"):
         list(Turns(["b"], measure, 3).run())
 
 
-def test_tables_and_goals_read_the_same_rows() -> None:
-    """A ratio is found in either direction; a column without a number is left out; unmeasured goals
-    are not claimed."""
+def test_tables_of_rows() -> None:
+    """A ratio is found in either direction; a column without a number is left out."""
     rows: dict[str, dict[str, Any]] = {
         "a": {"s": spread_of([1.0, 3.0]), "n": 5, "ratios": {"b": spread_of([0.5])}},
         "b": {"s": None, "n": 7},
@@ -99,13 +96,3 @@ def test_tables_and_goals_read_the_same_rows() -> None:
         "median": 1 / 3,
         "quartiles": [1 / 3.5, 1 / 2.5],
     }
-    goals = [
-        Goal("a", "/ b", 0.4, 0.3),
-        Goal("b", "n", 6, at_least=True),
-        Goal("b", "n", 6, where={"x": 1}),
-    ]
-    goals.append(Goal("c", "n", 6))
-    assert list(verdicts(goals, rows, {"x": 2})) == [
-        "a / b: 0.5, goal: at most 0.4, moonshot 0.3: missed",
-        "b, n: 7, goal: at least 6: met",
-    ]
