@@ -11,6 +11,8 @@ from megatron_lite.cli.unknown_flags import instead, refused
 from megatron_lite.config.other_programs import table
 from megatron_lite.config.values import FLAGS
 from megatron_lite.planner.command import PLANNING
+from scripts.benchmarks.cpu import render as cpu_render
+from scripts.benchmarks.gpu import render as gpu_render
 from scripts.benchmarks.machine.predictions import MODELS
 from scripts.docs import dry_runs, flags, reliability
 from tests.faults.catalogue import read_catalogue
@@ -35,6 +37,11 @@ def first_cells(text: str) -> list[str]:
 def test_page_is_current() -> None:
     """The page is what the script writes, and so are the cells that it fills in the guides."""
     assert flags.main(["--check"]) == 0
+
+
+def test_benchmarks_are_current() -> None:
+    """docs/benchmarks.md shows what docs/cpu_report.json and docs/gpu_report.json hold."""
+    assert cpu_render.main(["--check"]) == gpu_render.main(["--check"]) == 0
 
 
 def test_every_flag_of_fast_llm_has_a_row() -> None:

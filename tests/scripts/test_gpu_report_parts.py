@@ -13,7 +13,7 @@ import pytest
 from scripts.benchmarks.gpu import report as gpu_report
 from scripts.benchmarks.gpu.report import Step
 
-pytestmark = pytest.mark.guides
+pytestmark = pytest.mark.benchmarks
 
 
 def test_each_part_fits_into_one_call() -> None:

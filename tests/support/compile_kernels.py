@@ -45,7 +45,8 @@ from megatron_lite.kernels.heads import split_heads  # noqa: E402
 from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import angle_table, wavelengths  # noqa: E402
-from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape, backward  # noqa: E402
+from scripts.benchmarks.gpu.operation import Op, Shape, backward  # noqa: E402
+from scripts.benchmarks.gpu.ops_table import OPS  # noqa: E402
 
 
 class Device:

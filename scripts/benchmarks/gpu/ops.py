@@ -10,8 +10,7 @@ bandwidth, with each input and output byte counted once, is compared with a larg
 equal size; its FLOP/s with a large matrix product. Each call is timed by a pair of CUDA events.
 Before each call a buffer larger than the L2 cache is written, so that the cache is as cold as in a
 training step, and the device sleeps briefly, so that the host has queued the whole call before it
-starts. The file is written before and after every operation. Operations already in the file are
-skipped, so that a restart after a crash continues with the next one.
+starts. The file is written after every operation.
 """
 
 from __future__ import annotations
@@ -28,19 +27,11 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.gpu.ops_table import OPS, Op, Shape
-from scripts.benchmarks.processor import cores
-from scripts.benchmarks.results import (
-    Result,
-    Spread,
-    argument_parser,
-    environment,
-    matching,
-    read_json,
-    reason_of,
-    spread_of,
-    write_json,
-)
+from scripts.benchmarks.commands import matching, measuring_parser
+from scripts.benchmarks.gpu.operation import Op, Shape
+from scripts.benchmarks.gpu.ops_table import OPS
+from scripts.benchmarks.pipeline import Result, Spread, reason_of, spread_of, write_json
+from scripts.benchmarks.pipeline import describe as describe_run
 
 COPY_BYTES = 4 * 2**30  # bytes read; as many are written
 GEMM_SIZE = 8192
@@ -63,8 +54,9 @@ class Clock:
             call()
         first = self._events(call, 3)
         calls = min(max(int(for_ms / max(statistics.median(first), 1e-3)), MIN_CALLS), MAX_CALLS)
-        times = self._events(call, calls)
-        return spread_of(times)
+        measured = spread_of(self._events(call, calls))
+        assert measured is not None
+        return measured
 
     def _events(self, call: Callable[[], Any], calls: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(calls)]
@@ -121,7 +113,7 @@ def describe() -> dict[str, Any]:
         lines = subprocess.run(smi, capture_output=True, text=True, timeout=10).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         lines = []
-    described = environment("bash scripts/gpu_report.sh", ())
+    described = describe_run("bash scripts/gpu_report.sh", (), {})["environment"]
     described["machine"] = {
         "device": device.name,
         "capability": f"{device.major}.{device.minor}",
@@ -129,21 +121,10 @@ def describe() -> dict[str, Any]:
         "multiprocessors": device.multi_processor_count,
         "l2_bytes": getattr(device, "L2_cache_size", None),
         "driver": lines[0] if lines else None,
-        "cores": len(cores()),
+        "cores": described["machine"]["cores"],
     }
     described["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return described
-
-
-# After one of these errors the process can no longer use the device.
-FATAL = (
-    "CUDA error",
-    "device-side assert",
-    "illegal memory access",
-    "misaligned address",
-    "launch failure",
-)
-RESTART = 3  # exit code that requests a new process
 
 
 def measure_op(op: Op, shape: Shape, clock: Clock, copy_bytes_per_s: float) -> dict[str, Any]:
@@ -179,8 +160,6 @@ def measure_variant(
         # of up to 100 calls
         ms = {name: value for name, value in clock.ms(call).items() if name != "values"}
     except Exception as error:
-        if any(word in str(error) for word in FATAL):
-            raise
         return {"failed": reason_of(error)}
     found: dict[str, Any] = {"ms": ms, "peak_bytes": peak}
     seconds, bytes_ = ms["median"] / 1e3, op.bytes(shape)
@@ -194,31 +173,16 @@ def measure_variant(
 
 
 def run(ops: Sequence[Op], output: Path) -> int:
-    """Measure the operations that are not in the file yet; return the exit code."""
-    result: Result = read_json(output) or {"ops": {}}
-    for entry in result["ops"].values():
-        if entry["status"] == "started":
-            entry.update(
-                status="failed",
-                variants={"": {"failed": "the process ended during this operation"}},
-            )
+    """Measure operations; return the exit code."""
     clock = Clock()
-    if "ceilings" not in result:
-        result["ceilings"] = ceilings(clock)
+    result: Result = {"ops": {}, "ceilings": ceilings(clock)}
     for op in ops:
-        if op.name in result["ops"]:
-            continue
-        result["ops"][op.name] = {"status": "started"}
-        write_json(output, result)
         try:
             entry = measure_op(op, Shape(), clock, result["ceilings"]["copy_bytes_per_s"])
         except Exception as error:
             entry = {"status": "failed", "variants": {"": {"failed": reason_of(error)}}}
         result["ops"][op.name] = entry
         write_json(output, result)
-        print(json.dumps({op.name: entry}), flush=True)
-        if any(word in str(entry["variants"].get("", "")) for word in FATAL):
-            return RESTART
         gc.collect()
         torch.cuda.empty_cache()
     return int(any(entry["status"] != "ok" for entry in result["ops"].values()))
@@ -226,7 +190,7 @@ def run(ops: Sequence[Op], output: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and write, or describe the device; return the exit code."""
-    parser = argument_parser(__doc__)
+    parser = measuring_parser(__doc__)
     parser.add_argument(
         "--describe", action="store_true", help="print the device and versions, and exit"
     )
@@ -237,7 +201,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--only", type=choices, default="", help="comma-separated operations; * and ? are wildcards"
     )
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.describe:
         print(json.dumps(describe()))

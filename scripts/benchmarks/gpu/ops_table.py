@@ -1,17 +1,12 @@
 """The timed GPU operations: their inputs, calls, and minimum bytes to move.
 
 Shapes are those of Mistral-7B with one sequence of 8192 tokens. Bytes are the minimum: each input
-read once, each output written once, without row statistics and rotary tables. Inputs are random and
-rebuilt for every operation, on any device: tests run small shapes on a CPU and compile the kernels
-of the full shapes on the meta device.
+read once, each output written once, without row statistics and rotary tables.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,124 +24,24 @@ from megatron_lite.kernels.gradient_norm import squared_norms
 from megatron_lite.kernels.heads import split_heads
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.mlp import activate, activate_backward
-from megatron_lite.kernels.normalization import (
-    Kind,
-    Weights,
-    add_norm,
-    triton_backward,
-    triton_forward,
-)
+from megatron_lite.kernels.normalization import Kind, add_norm
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.rotary import angle_table, wavelengths
-from megatron_lite.parameter import Parameter
+from scripts.benchmarks.gpu.operation import (
+    Call,
+    Op,
+    Shape,
+    backward,
+    both,
+    both_backward,
+    compiled,
+)
 
 EPS = 1e-5
 RMS, LAYER = Kind(EPS, centered=False), Kind(EPS, centered=True)
 # flash3 and flash4 only if installed; flex takes long to compile.
 FULL = ("cudnn", "flash3", "flash4", "flash", "varlen")
 WINDOWED = ("flash3", "flash4", "varlen", "flex")
-# names in torch.backends.cuda.preferred_blas_library
-LIBRARIES = {"cuBLAS": "cublas", "cuBLASLt": "cublaslt"}
-Call = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes, dtype and device, with methods that create random tensors."""
-
-    tokens: int = 8192
-    hidden: int = 4096
-    ffn: int = 14336
-    heads: int = 32
-    groups: int = 8
-    head_size: int = 128
-    vocab: int = 32000
-    large_vocab: int = 128256
-    shard: int = 200_000_000 // 64 * 64
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-
-    @property
-    def item(self) -> int:
-        """Bytes per element."""
-        return self.dtype.itemsize
-
-    def random(self, *size: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Return a normally distributed tensor."""
-        return torch.randn(*size, device=self.device, dtype=dtype or self.dtype).mul_(scale)
-
-    def input(self, *size: int) -> Tensor:
-        """Return a random tensor that requires a gradient."""
-        return self.random(*size).requires_grad_()
-
-    def parameter(self, *size: int) -> Parameter:
-        """Return a random parameter with an fp32 gradient buffer."""
-        made = Parameter(self.random(*size, scale=1 / math.sqrt(size[-1])))
-        made.main_grad = torch.zeros(size, dtype=torch.float32, device=self.device)
-        return made
-
-    def labels(self, vocab: int) -> Tensor:
-        """Return random labels, (tokens,) int64."""
-        return torch.randint(vocab, (self.tokens,), device=self.device)
-
-
-def nothing(shape: Shape) -> int:
-    """Return 0: an operation without bytes, or without FLOPs, to compare with a ceiling."""
-    return 0
-
-
-@dataclass(frozen=True)
-class Op:
-    """An operation. make: returns its variants by name, each a call without arguments."""
-
-    name: str
-    make: Callable[[Shape], dict[str, Call]]
-    size: str  # a format string over the fields of Shape
-    bytes: Callable[[Shape], int] = nothing
-    flops: Callable[[Shape], int] = nothing
-    gathers: bool = False  # rows at random: its bytes are no bound of its time
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether its goal is the bandwidth of a copy."""
-        return self.bytes is not nothing and not self.gathers
-
-    def describe(self, shape: Shape) -> str:
-        """Return the size as text for the table."""
-        return self.size.format(**vars(shape))
-
-
-Outputs = Tensor | tuple[Tensor, ...]
-
-
-def backward(output: Outputs, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Call:
-    """Return a call that repeats the backward pass over one graph."""
-    outputs = output if isinstance(output, tuple) else (output,)
-    return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
-
-
-def compiled(function: Callable[..., Any], *arguments: Any) -> Call:
-    """Return a call of the function, which is compiled at the first call."""
-
-    @functools.cache
-    def made() -> Callable[..., Any]:
-        return torch.compile(function, dynamic=False)
-
-    return lambda: made()(*arguments)
-
-
-def both(call: Callable[[bool], Any]) -> dict[str, Call]:
-    """Return the variants with the Triton kernel and the reference."""
-    return {"triton": lambda: call(True), "torch": lambda: call(False)}
-
-
-def both_backward(
-    forward: Callable[[bool], Outputs], inputs: tuple[Tensor, ...], *grads: Tensor
-) -> dict[str, Call]:
-    """Return the backward passes with the Triton kernel and the reference."""
-    return {
-        name: backward(forward(name == "triton"), inputs, grads) for name in ("triton", "torch")
-    }
 
 
 # -- norms
@@ -180,34 +75,13 @@ def make_add_norm(shape: Shape) -> dict[str, Call]:
 def make_add_norm_backward(shape: Shape) -> dict[str, Call]:
     """The gradient of both summands from the gradients of the sum and the norm."""
     size, weight = (shape.tokens, shape.hidden), shape.parameter(shape.hidden)
-    hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
-    weights = Weights(weight, None)
-    dsum = grads[0]
-    dx = torch.empty_like(hidden)
-    with torch.no_grad():
-        statistics = triton_forward(hidden, None, hidden, weights, RMS, torch.empty_like(hidden))
-
-    def with_warps(count: int) -> None:
-        triton_backward(
-            grads[1],
-            dsum,
-            hidden,
-            statistics,
-            weights,
-            RMS,
-            dx.detach(),
-            warps_per_multiprocessor=count,
-        )
-
     # The sum overwrites the branch, so each variant gets its own copy.
+    hidden, grads = shape.input(*size), (shape.random(*size), shape.random(*size))
     return both_backward(
         lambda triton: add_norm(hidden, shape.random(*size), weight, None, RMS, triton=triton),
         (hidden,),
         *grads,
-    ) | {
-        f"triton, {count} warps a multiprocessor": lambda count=count: with_warps(count)
-        for count in (16, 32)
-    }
+    )
 
 
 def rows(count: int) -> Callable[[Shape], int]:
@@ -348,9 +222,9 @@ def make_weight_gradient(shape: Shape) -> dict[str, Call]:
         accumulate_product(weight, grad, x)
 
     return {
-        **by_library("into fp32", first),
-        **by_library("added to fp32", lambda: accumulate_product(weight, grad, x)),
-        **by_library("training dtype alone", lambda: grad.t() @ x),
+        "into fp32": first,
+        "added to fp32": lambda: accumulate_product(weight, grad, x),
+        "training dtype alone": lambda: grad.t() @ x,
         "training dtype, then added": lambda: weight.main_grad.add_(grad.t() @ x),
     }
 
@@ -360,27 +234,7 @@ def make_product(shape: Shape, backward: bool) -> dict[str, Call]:
     h)."""
     weight = shape.random(2 * shape.ffn, shape.hidden)
     x, grad = shape.random(shape.tokens, shape.hidden), shape.random(shape.tokens, 2 * shape.ffn)
-    return by_library("", lambda: product(grad, weight.t()) if backward else affine(x, weight))
-
-
-def by_library(name: str, call: Call) -> dict[str, Call]:
-    """Return the call with each BLAS library that torch can prefer."""
-    return {
-        f"{name}, {library}".removeprefix(", "): partial(through, library, call)
-        for library in LIBRARIES
-    }
-
-
-def through(library: str, call: Call) -> Any:
-    """Make the call while torch prefers `library`; torch falls back if that library lacks the
-    operation."""
-    switch = torch.backends.cuda.preferred_blas_library
-    before = switch()
-    switch(LIBRARIES[library])
-    try:
-        return call()
-    finally:
-        switch(before)
+    return {"torch": lambda: product(grad, weight.t()) if backward else affine(x, weight)}
 
 
 def channels(count: int) -> Callable[[Shape], int]:

@@ -1,5 +1,5 @@
 """Put a GPU report into docs/benchmarks.md, between `<!-- table: gpu_report -->` and `<!-- end
--->`, and the step budget of its goals between `<!-- table: gpu_budget -->` and `<!-- end -->`.
+-->`.
 
 python -m scripts.benchmarks.gpu.render                       docs/gpu_report.json, or "not yet measured" without it
 python -m scripts.benchmarks.gpu.render --report=other.json   another report of scripts/gpu_report.sh
@@ -10,32 +10,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_lite.monitor.metrics import model_flops
-from megatron_lite.planner.plan import make_plan
-from megatron_lite.planner.speeds import Attention, Pass, Product
-from megatron_lite.planner.work_time import UPDATE_BYTES, micro_batch_work
-from scripts.benchmarks.results import ROOT, Result, Rows
-from scripts.benchmarks.tables import (
+from scripts.benchmarks.pipeline import (
+    GIB,
+    MIB,
     NOT_MEASURED,
     Column,
+    Result,
+    Rows,
     number,
+    profile_table,
     remarks,
     render,
     spread,
     surroundings,
     table,
 )
-from scripts.benchmarks.training.report import profile_table
-from scripts.benchmarks.training.settings import chosen, engine_config, parse, row_config
-from scripts.docs.tables import markdown_table
+from scripts.docs.tables import ROOT, markdown_table
 
 REPORT = ROOT / "docs" / "gpu_report.json"
 MISTRAL = ("mistral-7b", "mistral-7b 16 layers", "mistral-7b 16 layers x 8")
 OURS = "ZeRO-1"
-GIB = 2**30
 
 
 class Target(NamedTuple):
@@ -155,7 +152,7 @@ OPERATION_COLUMNS = (
     number("% of copy", "fraction_of_copy", ".1f", 100),
     number("% of equal copy", "fraction_of_equal_copy", ".1f", 100),
     number("TFLOP/s", "flop_per_s", ".0f", 1e-12),
-    number("new, MiB", "peak_bytes", ",.0f", 2**-20),
+    number("new, MiB", "peak_bytes", ",.0f", 1 / MIB),
 )
 
 
@@ -283,111 +280,9 @@ def _tests(report: Result) -> Iterator[str]:
         yield f"Smoke test: {'ok' if smoke.get('ok') else smoke.get('reason', 'failed')}, {smoke.get('seconds')} s."
 
 
-# -- the budget
-# --------------------------------------------------------------------------------------------------------
-
-# Rates of an H200 at its limit of 700 W. A bf16 product of large random matrices reaches two thirds
-# of the data sheet's 989 TFLOP/s; cuDNN's attention, forward and backward, half; a copy 85 % of 4.8
-# TB/s.
-PRODUCT_FLOP_PER_S = 665e12
-ATTENTION_FLOP_PER_S = 475e12
-BYTES_PER_S = 4.1e12
-MASTER, BF16 = 4, 2  # bytes per element
-# The row that computes least, then those that need less memory, each with the name of the product
-# that it repeats.
-PLAIN = "ZeRO-1 split recompute activation"
-REPEATED = {
-    "ZeRO-1 split recompute quarter": "the MLPs' first product again in a quarter of the blocks",
-    "ZeRO-3 recompute full": "the MLPs' first product again",
-}
-
-
-class Part(NamedTuple):
-    """A part of a step: FLOPs or bytes, and the least time that they take."""
-
-    name: str
-    flops: float = 0.0
-    bytes: float = 0.0
-    flop_per_s: float = PRODUCT_FLOP_PER_S
-
-    @property
-    def seconds(self) -> float:
-        return self.flops / self.flop_per_s + self.bytes / BYTES_PER_S
-
-
-@cache
-def budget_parts() -> dict[str, list[Part]]:
-    """Return the parts of the first row's step, and those that each other row adds, by row."""
-    options = parse(
-        [
-            "--device=cuda",
-            "--model=mistral-7b",
-            "--dtype=bf16",
-            f"--only={PLAIN},{','.join(REPEATED)}",
-        ]
-    )
-    found: dict[str, list[Part]] = {}
-    for name, row in chosen(options, 1).items():
-        plan = make_plan(row_config(row, options, 1), 1, "cuda")
-        items = list(micro_batch_work(plan).elements())
-        products = sum(item.flops for item in items if isinstance(item, Product))
-        weights = sum(slot.numel for _, part in plan.model.parts() for slot in part.layout.slots)
-        if name in REPEATED:
-            found[name] = [Part(REPEATED[name], products - found[PLAIN][0].flops)]
-            if plan.config.multi_stage.zero_stage == 3:
-                casts = 2 * weights * (MASTER + BF16)
-                found[name].append(Part("two casts of every weight to bf16", bytes=casts))
-            continue
-        scores = sum(item.flops for item in items if isinstance(item, Attention))
-        passes = sum(item.num_bytes for item in items if isinstance(item, Pass))
-        found[name] = [
-            Part("products with weights, forward and backward", products),
-            Part("attention, with its scores once more", scores, flop_per_s=ATTENTION_FLOP_PER_S),
-            Part("norms, rotary positions, activations, loss", bytes=passes),
-            Part("gradient norm and AdamW", bytes=weights * (MASTER + UPDATE_BYTES["adamw"])),
-        ]
-    return found
-
-
-def budget_table() -> list[str]:
-    """Return the time budget of a step that meets the goals, by the planner's counts, without
-    measurements.
-
-    A whole Mistral-7B on one H200, one sample of 8,192 tokens per step, in bf16, then the
-    additional work of the rows that need less memory. The report measures the ceilings and
-    operations assumed here.
-    """
-    config = engine_config(parse(["--device=cuda", "--model=mistral-7b", "--dtype=bf16"]), 1)
-    tokens, rows = config.batch.sequence_length, []
-    for name, own in budget_parts().items():
-        for part in own:
-            flops, moved = f"{part.flops / 1e12:.1f}", f"{part.bytes / 1e9:.0f}"
-            cells = (
-                flops if part.flops else "",
-                moved if part.bytes else "",
-                f"{1e3 * part.seconds:.0f}",
-            )
-            rows.append((part.name, *cells, "", ""))
-        seconds = sum(
-            part.seconds for part in (*budget_parts()[PLAIN], *(own if name != PLAIN else ()))
-        )
-        tflops = model_flops(config.model, tokens, tokens) / seconds / 1e12
-        rows.append(
-            (
-                f"**{name}**",
-                "",
-                "",
-                f"{1e3 * seconds:.0f}",
-                f"{tokens / seconds:,.0f}",
-                f"{tflops:.0f}",
-            )
-        )
-    return markdown_table(("at least", "TFLOP", "GB", "ms", "tokens/s", "model TFLOP/s"), rows)
-
-
 def main(argv: Sequence[str]) -> int:
-    """Write or compare the tables; return the exit code."""
-    tables = {"gpu_report": section, "gpu_budget": lambda report: budget_table()}
+    """Write or compare the table; return the exit code."""
+    tables = {"gpu_report": section}
     return render(argv, __doc__, REPORT, tables, "python -m scripts.benchmarks.gpu.render")
 
 

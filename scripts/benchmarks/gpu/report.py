@@ -25,33 +25,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import (
-    ROOT,
-    Result,
-    argument_parser,
-    matching,
-    names_in,
-    private_environment,
-    read_json,
-    write_json,
-)
+from scripts.benchmarks.commands import argument_parser, matching, names_in, private_environment
+from scripts.benchmarks.pipeline import Result, read_json, write_json
+from scripts.docs.tables import ROOT
 
 # In this order: timings of an incorrect program are worthless.
 PARTS = ("correctness", "operations", "training", "peers")
 OPS = ("-m", "scripts.benchmarks.gpu.ops")
-# A line of `pytest -v`, with and without pytest-xdist.
-OUTCOME = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
-TEST_LINE = re.compile(
-    rf"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>{OUTCOME}) (?P<a>\S+::.*)|(?P<b>\S+::.*) (?P<last>{OUTCOME})(?: .*)?)$"
-)
-SUMMARY_LINE = re.compile(r"^(FAILED|ERROR) (tests/.*)$")
-DROPPED_FROM_ROWS = ("losses", "state_bytes_by_kind", "cpu_s", "others")
+# In a line of `pytest -v`, with and without pytest-xdist.
+OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 
 
 @dataclass(frozen=True)
@@ -66,9 +55,6 @@ class Step:
     budget_s: float
     read: Callable[[Path, Path], Any]
     part: str = PARTS[0]
-    resumes: bool = (
-        False  # restart after any exit code except 0 and 1: the step continues after the crash
-    )
 
 
 def steps(parallel_tests: int) -> list[Step]:
@@ -136,7 +122,7 @@ def steps(parallel_tests: int) -> list[Step]:
         ),
         Step("flex_attention tests", pytest_flex, 120, read_tests),
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
-        Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1], resumes=True),
+        Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1]),
         table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
         table("fp8", "mistral-7b", rounded, 2, 70, *few, part=PARTS[1]),
         table(
@@ -197,26 +183,21 @@ def read_smoke_test(output: Path, log: Path) -> Any:
 
 def read_tests(output: Path, log: Path) -> dict[str, Any]:
     """Return the number of tests by outcome, and the failures, from the log of `pytest -v -rfE`."""
-    counts: dict[str, int] = {}
-    failures, failed = [], []
-    for line in log.read_text("utf-8", errors="replace").splitlines():
-        found = TEST_LINE.match(line)
-        if found:
-            outcome = (found["first"] or found["last"]).lower()
-            counts[outcome] = counts.get(outcome, 0) + 1
-            if outcome in ("failed", "error"):
-                failed.append((found["a"] or found["b"]).strip())
-        elif summary := SUMMARY_LINE.match(line):
-            failures.append(summary[2][:300])
-    return {"counts": counts, "failures": failures or failed}  # a stopped run has no summary
+    lines = log.read_text("utf-8", errors="replace").splitlines()
+    summary = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    found = [OUTCOME.search(line) for line in lines if "::" in line and line not in summary]
+    counts = Counter(outcome[0].lower() for outcome in found if outcome)
+    failures = [
+        line.split(" ", 1)[1][:300] for line in summary if line.split(" ")[1].startswith("tests/")
+    ]
+    return {"counts": counts, "failures": failures}
 
 
 def read_benchmark(output: Path, log: Path) -> Any:
-    """Return the result of the training benchmark without the long lists in its rows."""
+    """Return the result of the training benchmark without the losses of its rows."""
     result = read_json(output)
     for row in result["rows"].values() if result is not None else ():
-        for key in DROPPED_FROM_ROWS:
-            row.pop(key, None)
+        row.pop("losses", None)
     return result
 
 
@@ -229,7 +210,6 @@ LIMIT_S = 520.0  # within nine minutes, with time to stop the last step and to s
 START_S = 20.0  # part of the limit, in addition to the budgets: finding and describing the device
 MIN_STEP_S = 10.0  # with less time left, no step starts
 TAIL_LINES = 30  # lines of a failed step's log to report
-ATTEMPTS = 4  # for a step that resumes after a crash
 STACKS_S = 5.0  # for a step that hangs to write where it is
 
 
@@ -316,24 +296,19 @@ class Report:
             entry["reason"] = f"{max(seconds, 0.0):.0f} s were left"
         else:
             began = time.monotonic()
-            entry.update(self._attempts(step, began + seconds))
+            entry.update(self._outcome(step, began + seconds))
             entry["seconds"] = round(time.monotonic() - began, 1)
         print(f"gpu_report: {step.name}: {entry['status']}, {entry['seconds']:.0f} s", flush=True)
         if "reason" in entry:
             print(f"gpu_report:   {entry['reason']}", flush=True)
         self.write()
 
-    def _attempts(self, step: Step, deadline: float) -> dict[str, Any]:
+    def _outcome(self, step: Step, deadline: float) -> dict[str, Any]:
         stem = step.name.replace(" ", "_")
         output, log = self.folder / f"{stem}.json", self.folder / f"{stem}.log"
-        for earlier in (output, log):
-            earlier.unlink(missing_ok=True)
-        for _ in range(ATTEMPTS if step.resumes else 1):
-            code = call(
-                [word.replace("{output}", str(output)) for word in step.command], log, deadline
-            )
-            if code in (0, 1, None) or time.monotonic() + MIN_STEP_S > deadline:
-                break
+        output.unlink(missing_ok=True)
+        words = [word.replace("{output}", str(output)) for word in step.command]
+        code = call(words, log, deadline)
         entry: dict[str, Any] = {"status": "ok"}
         if code is None:
             entry = {"status": "stopped", "reason": "did not end before its deadline"}
@@ -358,7 +333,7 @@ def call(command: Sequence[str], log: Path, deadline: float) -> int | None:
     The process gets its own process group, which is killed at the end, so that nothing stays on the
     device. One that crashes or hangs writes the stacks of its threads into the log.
     """
-    with log.open("ab") as file:
+    with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,

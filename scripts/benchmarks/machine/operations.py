@@ -22,7 +22,8 @@ from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.parameter import backward
 from megatron_lite.planner.speeds import AXES, PRODUCT_KINDS, Attention
 from megatron_lite.planner.work_time import UPDATE_BYTES
-from scripts.benchmarks.gpu.ops_table import Shape, make_adamw, make_gradient_norm
+from scripts.benchmarks.gpu.operation import Shape
+from scripts.benchmarks.gpu.ops_table import make_adamw, make_gradient_norm
 
 POOL_BYTES = 96 * 2**20
 # A call is repeated until this much time has been spent, so short calls get many turns.
