@@ -10,11 +10,11 @@ import pytest
 from scripts.benchmarks.cpu import __main__ as cpu_report
 from scripts.benchmarks.cpu import render
 from scripts.benchmarks.cpu.__main__ import RUNS
-from scripts.benchmarks.cpu.render import LINES
+from scripts.benchmarks.processor import ISAS
 from scripts.benchmarks.programs import __main__ as programs
 from scripts.benchmarks.training import settings
 
-pytestmark = pytest.mark.guides
+pytestmark = pytest.mark.benchmarks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,26 +60,22 @@ REPORT: dict[str, Any] = {
     },
     "steps gpt2-11m one thread": {"all": result({}, **ROWS)},
     "steps llama-39m two ranks": {
-        "all": result(
-            {"torchtitan": "no row"}, DDP=DDP, **{"ZeRO-1": {"step_s": spread(0.8), "ratios": {}}}
-        )
+        "all": result({}, DDP=DDP, **{"ZeRO-1": {"step_s": spread(0.8), "ratios": {}}})
     },
 }
 
 
 def test_commands_are_legal(tmp_path: Path) -> None:
-    """Each benchmark accepts its arguments, and the rows that goals need are among those that
-    run."""
+    """Each benchmark accepts its arguments, and the document has rows of their names."""
     for run in RUNS:
         if run.kind == "programs":
             options = programs.parse(run.arguments())
             assert options.ranks == run.ranks and options.model == run.model
             continue
         rows = settings.chosen(settings.parse(run.arguments()), run.ranks)
-        for line in LINES:
-            if (line.kind, line.place) == (run.kind, run.place):
-                assert {line.goal.row, line.goal.figure.removeprefix("/ ")} <= set(rows), line.title
-        assert f"--nproc-per-node={run.ranks}" in run.command(cpu_report.parse([]), "all", tmp_path)
+        assert len(rows) >= 2 and f"--nproc-per-node={run.ranks}" in run.command(
+            cpu_report.parse([]), "all", tmp_path
+        )
 
 
 def rendered(folder: Path, report: dict[str, Any]) -> str:
@@ -104,9 +100,7 @@ def test_tables_show_what_was_measured(tmp_path: Path) -> None:
     assert (
         "| GPT-2 11M | nanoGPT |  |  |  |  | 0.70 (0.35-1.40) | 200 (100-400) | 200 | 3.5 |" in text
     )
-    assert (
-        "Not run: litgpt (litgpt is not installed)." in text and "Not run: torchtitan" not in text
-    )
+    assert "Not run: litgpt (litgpt is not installed)." in text
     assert (
         "A CPU, 2 cores; torch: AVX2; oneDNN: AVX2; MKL: AVX2; torch 2.13; commit abc, 2026-01-01."
         in text
@@ -135,6 +129,11 @@ def test_results_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(output.read_text()) == report
 
 
-def test_the_document_is_current() -> None:
-    """docs/benchmarks.md holds what docs/cpu_report.json says."""
-    assert render.main(["--check"]) == 0
+def test_every_goal_reads_a_number() -> None:
+    """No goal names a row or a run that is never measured."""
+    report = json.loads(render.REPORT.read_text("utf-8"))
+    cells = {
+        goal.title: [goal.cell(report, model, isa) for model in render.MODELS for isa in ISAS]
+        for goal in render.GOALS
+    }
+    assert [title for title, values in cells.items() if not any(values)] == []

@@ -24,16 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.commands import TORCHRUN, argument_parser, matching, names_in
+from scripts.benchmarks.pipeline import Result, read_json, write_json
 from scripts.benchmarks.processor import ISAS
-from scripts.benchmarks.results import (
-    ROOT,
-    TORCHRUN,
-    Result,
-    argument_parser,
-    matching,
-    read_json,
-    write_json,
-)
+from scripts.docs.tables import ROOT
 
 REPORT = ROOT / "docs" / "cpu_report.json"
 # Long lists that no table shows, and paths of this machine.
@@ -47,7 +41,6 @@ TENSOR = "tensor parallelism"
 PIPELINE = "pipelines"
 HYBRID = "hybrid shards"
 GPT2, LLAMA = "gpt2-11m", "llama-39m"
-PLACES = (CORES, THREAD, RANKS)
 _ONE_PROCESS = "torch,torch compiled,ZeRO-1,products,HF,HF compiled"
 _HYBRID = "ZeRO-2,ZeRO-3,FSDP2,FSDP2 all resharded,FSDP2 no reshard"
 _TWO_RANKS = (
@@ -55,13 +48,19 @@ _TWO_RANKS = (
 )
 
 
+_PIPELINE = "--pipeline_parallel=2 --micro_batches=8 --steps_per_turn=1"
+
+
 @dataclass(frozen=True)
 class Run:
     """One measurement. isa: limits it to one instruction set."""
 
     kind: str  # "programs" (whole programs) or "steps" (bare training steps)
-    place: str  # one process with all cores or one thread, two ranks of one thread; or a question of its own
+    place: str  # all cores, one thread, two ranks of one thread; or a question of its own
     model: str
+    flags: str = ""
+    only: str = ""  # rows
+    ranks: int = 1
     isa: str | None = None
 
     @property
@@ -69,48 +68,18 @@ class Run:
         """The key of the run in the report, which --only matches."""
         return f"{self.kind} {self.model} {self.place}"
 
-    @property
-    def ranks(self) -> int:
-        """Number of training processes."""
-        return {RANKS: 2, TENSOR: 2, PIPELINE: 2, HYBRID: 4}.get(self.place, 1)
-
     def arguments(self, isa: str = "all") -> list[str]:
         """Return the arguments of the benchmark, except paths.
 
         With AVX2 only, steps have no compiled rows: torch's compiler still vectorizes for all
         instruction sets of the processor, and its kernels abort the process.
         """
-        words = [f"--model={self.model}"]
+        rows = [row for row in names_in(self.only) if isa == "all" or "compiled" not in row]
+        only = [f"--only={','.join(rows)}"] if rows else []
+        common = ["--device=cpu", "--micro_batch_size=2"]
         if self.kind == "programs":
-            # steps take about a second
-            words += ["--steps_per_turn=10"] if self.model == LLAMA else []
-            return [
-                *words,
-                *{CORES: [], THREAD: ["--threads=1"], RANKS: ["--threads=1", "--ranks=2"]}[
-                    self.place
-                ],
-            ]
-        words += [
-            "--device=cpu",
-            "--micro_batch_size=2",
-            f"--threads={0 if self.place == CORES else 1}",
-        ]
-        if self.place == TENSOR:
-            return [*words, "--tensor_parallel=2", "--steps_per_turn=4"]
-        if self.place == PIPELINE:
-            return [*words, "--pipeline_parallel=2", "--micro_batches=8", "--steps_per_turn=1"]
-        if self.place == HYBRID:
-            return [*words, "--data_parallel_shard=2", "--steps_per_turn=2", f"--only={_HYBRID}"]
-        if self.place == BF16:
-            return [*words, "--dtype=bf16", "--steps_per_turn=2", "--only=ZeRO-1,ZeRO-1 fp32"]
-        rows = (_ONE_PROCESS if self.ranks == 1 else _TWO_RANKS).split(",")
-        only = [name for name in rows if isa == "all" or "compiled" not in name]
-        return [
-            *words,
-            "--steps_per_turn=4",
-            *(["--profile"] if self.ranks == 1 else []),
-            f"--only={','.join(only)}",
-        ]
+            common = [f"--ranks={self.ranks}"]
+        return [f"--model={self.model}", *common, *self.flags.split(), *only]
 
     def command(self, options: argparse.Namespace, isa: str, output: Path) -> list[str]:
         """Return the command with local paths."""
@@ -118,25 +87,31 @@ class Run:
         if options.max_others is not None:
             words.append(f"--max_others={options.max_others:g}")
         if self.kind == "programs":
-            folders = {
-                "nanogpt": options.nanogpt,
-                "picotron": options.picotron,
-                "python": options.python,
-            }
+            folders = {name: getattr(options, name) for name in ("nanogpt", "picotron", "python")}
             words += [f"--{name}={value}" for name, value in folders.items() if value is not None]
             return [sys.executable, "-m", "scripts.benchmarks.programs", *words, f"--isa={isa}"]
         launcher = [sys.executable, *TORCHRUN, f"--nproc-per-node={self.ranks}"]
         return [*launcher, "-m", "scripts.benchmarks.training", *words]
 
 
+_LLAMA_PROGRAMS = "--steps_per_turn=10"  # steps take about a second
+_PROFILED = "--steps_per_turn=4 --profile"
 RUNS = (
-    *(Run("programs", place, model) for place in PLACES for model in (GPT2, LLAMA)),
-    *(Run("steps", place, model) for place in (CORES, THREAD) for model in (GPT2, LLAMA)),
-    Run("steps", RANKS, LLAMA),
-    Run("steps", TENSOR, LLAMA, isa="all"),
-    Run("steps", PIPELINE, LLAMA, isa="all"),
-    Run("steps", HYBRID, LLAMA, isa="all"),
-    Run("steps", BF16, GPT2, isa="avx2"),
+    Run("programs", CORES, GPT2),
+    Run("programs", CORES, LLAMA, _LLAMA_PROGRAMS),
+    Run("programs", THREAD, GPT2, "--threads=1"),
+    Run("programs", THREAD, LLAMA, f"--threads=1 {_LLAMA_PROGRAMS}"),
+    Run("programs", RANKS, GPT2, "--threads=1", ranks=2),
+    Run("programs", RANKS, LLAMA, f"--threads=1 {_LLAMA_PROGRAMS}", ranks=2),
+    Run("steps", CORES, GPT2, f"--threads=0 {_PROFILED}", _ONE_PROCESS),
+    Run("steps", CORES, LLAMA, f"--threads=0 {_PROFILED}", _ONE_PROCESS),
+    Run("steps", THREAD, GPT2, _PROFILED, _ONE_PROCESS),
+    Run("steps", THREAD, LLAMA, _PROFILED, _ONE_PROCESS),
+    Run("steps", RANKS, LLAMA, "--steps_per_turn=4", _TWO_RANKS, 2),
+    Run("steps", TENSOR, LLAMA, "--tensor_parallel=2 --steps_per_turn=4", "", 2, "all"),
+    Run("steps", PIPELINE, LLAMA, _PIPELINE, "", 2, "all"),
+    Run("steps", HYBRID, LLAMA, "--data_parallel_shard=2 --steps_per_turn=2", _HYBRID, 4, "all"),
+    Run("steps", BF16, GPT2, "--dtype=bf16 --steps_per_turn=2", "ZeRO-1,ZeRO-1 fp32", isa="avx2"),
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from scripts.benchmarks.cpu.__main__ import (
@@ -28,19 +28,22 @@ from scripts.benchmarks.cpu.__main__ import (
     THREAD,
     Run,
 )
-from scripts.benchmarks.results import MIB, Result, Rows, compared_with
-from scripts.benchmarks.tables import (
+from scripts.benchmarks.pipeline import (
+    MIB,
     NOT_MEASURED,
     Column,
-    Goal,
+    Result,
+    Rows,
     compared,
+    compared_with,
     number,
     over,
+    profile_table,
+    ratio,
     render,
     spread,
     surroundings,
 )
-from scripts.benchmarks.training.report import profile_table
 from scripts.docs.tables import markdown_table
 
 Report = dict[str, dict[str, Result]]  # run -> instruction set -> result
@@ -80,141 +83,161 @@ HYBRID_COLUMNS = (
 
 
 PEERS = ("nanoGPT", "nanoGPT compiled", "HF Trainer", "HF Trainer compiled", "litgpt")
-TORCH = ("torch", "torch compiled")
-# Step-time limits by place: (goal, moonshot).
-BY_CORES = (0.92, 0.80)
-BY_THREAD = (0.90, 0.80)
-BY_RANKS = (0.90, 0.82)
-MEMORY = "memory"  # peak memory over the smallest peer's
-_CORES = "one process, all cores"
-_THREAD = "one process, one thread"
-_RANKS = "two ranks"
+Value = Callable[[Rows], float | None]
 
 
-class GoalLine(NamedTuple):
-    """One line of the table: a goal in some runs, one per model."""
+class Goal(NamedTuple):
+    """One line of the table of goals: a number of some runs, one run per model."""
 
     title: str
-    kind: str  # kind of run: "programs" or "steps"
-    place: str
-    goal: Goal
+    run: str  # kind and place, with {} for the model
+    value: Value
+    limit: float
+    moonshot: float | None = None
+    at_least: bool = False
 
-    def value(self, report: Report, model: str, isa: str) -> float | None:
-        """Return the measured value, or None."""
-        rows: Rows = (
-            report.get(f"{self.kind} {model} {self.place}", {}).get(isa, {}).get("rows", {})
-        )
-        if self.goal.figure == MEMORY:
-            return _memory(rows)
-        if self.kind == "programs" and self.goal.figure.startswith("/ "):
-            # A program is compared with our variant that computes the same.
-            found = compared_with(rows, self.goal.figure[2:])
-            return found["median"] if found else None
-        return self.goal.value(rows)
+    def cell(self, report: Report, model: str, isa: str) -> str:
+        """Return the measured value, bold if it misses the goal; empty if not measured."""
+        rows: Rows = report.get(self.run.format(model), {}).get(isa, {}).get("rows", {})
+        value = self.value(rows)
+        if value is None:
+            return ""
+        met = value >= self.limit if self.at_least else value <= self.limit
+        return f"{value:.2f}" if met else f"**{value:.2f}**"
 
 
-def _memory(rows: Rows) -> float | None:
+def median(found: Any) -> float | None:
+    """Return the median of a spread, or a number itself."""
+    return found["median"] if isinstance(found, dict) else found
+
+
+def step(own: str, other: str) -> Value:
+    """Return the reader of the time of a row over another's."""
+    return lambda rows: median(ratio(rows, own, other))
+
+
+def program(peer: str) -> Value:
+    """Return the reader of the time of our variant that computes the same, over a peer's."""
+    return lambda rows: median(compared_with(rows, peer))
+
+
+def start(rows: Rows) -> float | None:
+    """Return the time from our command to its first step."""
+    return median(rows.get(PROGRAM, {}).get("start_s"))
+
+
+def memory(rows: Rows) -> float | None:
+    """Return our peak memory over the smallest peer's."""
     peers = [row["peak_rss_bytes"] for name, row in rows.items() if not name.startswith(PROGRAM)]
     sound = [peak for peak in peers if peak]
     return rows[PROGRAM]["peak_rss_bytes"] / min(sound) if sound and PROGRAM in rows else None
 
 
-def _compared(
-    kind: str, place: str, title: str, peers: Sequence[str], limits: tuple[float, float]
-) -> Iterator[GoalLine]:
-    ours = PROGRAM if kind == "programs" else OURS
-    for peer in peers:
-        yield GoalLine(
-            f"{title}: {kind.removesuffix('s')} / {peer}",
-            kind,
-            place,
-            Goal(ours, f"/ {peer}", *limits),
-        )
+def _against(
+    title: str,
+    place: str,
+    programs: Sequence[str],
+    steps: Sequence[str],
+    limits: tuple[float, float],
+) -> Iterator[Goal]:
+    """Yield the goals of step times in one place: our program over others, our step over others."""
+    for peer in programs:
+        yield Goal(f"{title}: program / {peer}", f"programs {{}} {place}", program(peer), *limits)
+    for peer in steps:
+        yield Goal(f"{title}: step / {peer}", f"steps {{}} {place}", step(OURS, peer), *limits)
 
 
-_SHARE = "share of a step that is matrix products"
-_PRODUCTS = Goal("products", f"/ {OURS}", 0.85, 0.92, at_least=True)
-LINES = (
-    *_compared("programs", CORES, _CORES, PEERS, BY_CORES),
-    *_compared("steps", CORES, _CORES, TORCH, BY_CORES),
-    GoalLine(f"{_CORES}: {_SHARE}", "steps", CORES, _PRODUCTS),
-    *_compared("programs", THREAD, _THREAD, PEERS, BY_THREAD),
-    *_compared("steps", THREAD, _THREAD, TORCH, BY_THREAD),
-    GoalLine(f"{_THREAD}: {_SHARE}", "steps", THREAD, _PRODUCTS),
-    *_compared("programs", RANKS, _RANKS, ("nanoGPT", "HF Trainer", "picotron"), BY_RANKS),
-    *_compared("steps", RANKS, _RANKS, ("DDP", "HF DDP"), BY_RANKS),
-    GoalLine(
-        f"{_RANKS}: step of ZeRO-3 / ZeRO-1", "steps", RANKS, Goal("ZeRO-3", "/ ZeRO-1", 1.04, 1.00)
+def _one_process(title: str, place: str, limits: tuple[float, float]) -> Iterator[Goal]:
+    yield from _against(title, place, PEERS, ("torch", "torch compiled"), limits)
+    share = step("products", OURS)
+    title += ": share of a step that is matrix products"
+    yield Goal(title, f"steps {{}} {place}", share, 0.85, 0.92, at_least=True)
+
+
+_CORES = "one process, all cores"
+_THREAD = "one process, one thread"
+_RANKS = "two ranks"
+_TWO, _SPLIT, _SHARDS = (f"steps {{}} {place}" for place in (RANKS, TENSOR, HYBRID))
+GOALS = (
+    *_one_process(_CORES, CORES, (0.92, 0.80)),
+    *_one_process(_THREAD, THREAD, (0.90, 0.80)),
+    *_against(
+        _RANKS, RANKS, ("nanoGPT", "HF Trainer", "picotron"), ("DDP", "HF DDP"), (0.90, 0.82)
     ),
-    GoalLine(
-        f"{_RANKS}: step of ZeRO-3 / FSDP2", "steps", RANKS, Goal("ZeRO-3", "/ FSDP2", 0.65, 0.55)
-    ),
-    GoalLine("tensor parallelism: step / torch", "steps", TENSOR, Goal("TP", "/ torch TP", 0.80)),
-    GoalLine(
-        "tensor and sequence parallelism: step / torch",
-        "steps",
-        TENSOR,
-        Goal("TP+SP", "/ torch TP+SP", 0.80),
+    Goal(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", _TWO, step("ZeRO-3", "ZeRO-1"), 1.04, 1.00),
+    Goal(f"{_RANKS}: step of ZeRO-3 / FSDP2", _TWO, step("ZeRO-3", "FSDP2"), 0.65, 0.55),
+    Goal("tensor parallelism: step / torch", _SPLIT, step("TP", "torch TP"), 0.80),
+    Goal(
+        "tensor and sequence parallelism: step / torch", _SPLIT, step("TP+SP", "torch TP+SP"), 0.80
     ),
     *(
-        GoalLine(
+        Goal(
             f"pipeline, {name}: step / torch",
-            "steps",
-            PIPELINE,
-            Goal(name, f"/ torch {name}", 0.85),
+            f"steps {{}} {PIPELINE}",
+            step(name, f"torch {name}"),
+            0.85,
         )
         for name in PIPELINE_SCHEDULES
     ),
     *(
-        GoalLine(
-            f"hybrid shards: step of {ours} / {peer}", "steps", HYBRID, Goal(ours, f"/ {peer}", 0.7)
-        )
+        Goal(f"hybrid shards: step of {ours} / {peer}", _SHARDS, step(ours, peer), 0.7)
         for ours, peer in (
             ("ZeRO-2", "FSDP2 no reshard"),
             ("ZeRO-3", "FSDP2"),
             ("ZeRO-3", "FSDP2 all resharded"),
         )
     ),
-    GoalLine(
+    Goal(
         "bf16 without instructions for it: step / fp32",
-        "steps",
-        BF16,
-        Goal(OURS, f"/ {OURS} fp32", 1.3, 1.0),
+        f"steps {{}} {BF16}",
+        step(OURS, f"{OURS} fp32"),
+        1.3,
+        1.0,
     ),
-    GoalLine(
-        f"{_CORES}: command to first step, s", "programs", CORES, Goal(PROGRAM, "start_s", 4.0)
-    ),
-    GoalLine(
-        f"{_RANKS}: command to first step, s", "programs", RANKS, Goal(PROGRAM, "start_s", 6.0)
-    ),
-    GoalLine(
-        f"{_CORES}: peak memory / smallest peer's", "programs", CORES, Goal(PROGRAM, MEMORY, 1.0)
-    ),
-    GoalLine(
-        f"{_RANKS}: peak memory / smallest peer's", "programs", RANKS, Goal(PROGRAM, MEMORY, 1.0)
-    ),
+    Goal(f"{_CORES}: command to first step, s", f"programs {{}} {CORES}", start, 4.0),
+    Goal(f"{_RANKS}: command to first step, s", f"programs {{}} {RANKS}", start, 6.0),
+    Goal(f"{_CORES}: peak memory / smallest peer's", f"programs {{}} {CORES}", memory, 1.0),
+    Goal(f"{_RANKS}: peak memory / smallest peer's", f"programs {{}} {RANKS}", memory, 1.0),
 )
 
 
 def goals(report: Report) -> list[str]:
     """Return the table of goals, with a column per model and instruction set; a missed goal is
     bold."""
-    header = (
+    columns = [(model, isa) for model in MODELS for isa in TITLES]
+    header = [
         "",
         "goal",
         "moonshot",
-        *(f"{model}, {title}" for model in MODELS.values() for title in TITLES.values()),
-    )
-    lines = []
-    for line in LINES:
-        goal, cells = line.goal, []
-        for value in (line.value(report, model, isa) for model in MODELS for isa in TITLES):
-            cells.append(
-                "" if value is None else f"{value:.2f}" if goal.met(value) else f"**{value:.2f}**"
-            )
-        moonshot = "" if goal.moonshot is None else f"{goal.moonshot:.2f}"
-        lines.append([line.title, f"{goal.goal:.2f}", moonshot, *cells])
+        *(f"{MODELS[model]}, {TITLES[isa]}" for model, isa in columns),
+    ]
+    lines = [
+        [
+            goal.title,
+            f"{goal.limit:.2f}",
+            "" if goal.moonshot is None else f"{goal.moonshot:.2f}",
+            *(goal.cell(report, model, isa) for model, isa in columns),
+        ]
+        for goal in GOALS
+    ]
     return markdown_table(header, lines)
+
+
+def peers(report: Report) -> list[str]:
+    """Return the table that opens the document: our time over each peer's, with all instruction
+    sets."""
+    runs = [(model, place) for model in MODELS for place in (CORES, THREAD, RANKS)]
+    lines = []
+    for peer in (*PEERS, "picotron", "FSDP2"):
+        kind, value = "programs", program(peer)
+        if peer == "FSDP2":
+            kind, value = "steps", step("ZeRO-3", peer)
+        found = [
+            value(report.get(f"{kind} {model} {place}", {}).get("all", {}).get("rows", {}))
+            for model, place in runs
+        ]
+        lines.append([peer, *("" if one is None else f"{one:.2f}" for one in found)])
+    return markdown_table(["", *(f"{MODELS[model]}, {place}" for model, place in runs)], lines)
 
 
 def side_by_side(report: Report, kind: str, place: str, columns: Sequence[Column]) -> list[str]:
@@ -276,11 +299,7 @@ def _below(run: Run, report: Report) -> Iterator[str]:
     """Yield the machine, versions and date of each result, and the contestants that did not run."""
     for isa, result in report.get(run.name, {}).items():
         yield f"- {MODELS[run.model]}, {TITLES[isa]}: {surroundings(result['environment'])}."
-        missing = [
-            f"{name} ({reason})"
-            for name, reason in result["missing"].items()
-            if name != "torchtitan"
-        ]
+        missing = [f"{name} ({reason})" for name, reason in result["missing"].items()]
         if missing:
             yield f"  Not run: {'; '.join(missing)}."
 
@@ -288,6 +307,7 @@ def _below(run: Run, report: Report) -> Iterator[str]:
 PLACES = {"cores": CORES, "thread": THREAD, "ranks": RANKS}
 BF16_COLUMNS = (STEP, over("/ fp32", f"{OURS} fp32"))
 TABLES: dict[str, Callable[[Report], list[str]]] = {
+    "peers": peers,
     "goals": goals,
     "profiles": profiles,
     "tensor_parallel": partial(alone, place=TENSOR, columns=TENSOR_COLUMNS),
