@@ -45,22 +45,24 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.metrics import LogWindow
 from megatron_lite.validation import resolve
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, argument_parser
-from scripts.benchmarks.tables import Column, Goal, first_ratio, publish, spread, table
+from scripts.benchmarks.commands import measuring_parser
+from scripts.benchmarks.pipeline import (
+    MIB,
+    Column,
+    Figures,
+    Turns,
+    describe,
+    first_ratio,
+    publish,
+    spread,
+    table,
+)
 from scripts.benchmarks.training.engine import built
-from scripts.benchmarks.turns import Figures, Turns
 
 BYTES_PER_PARAMETER = 12
 HIDDEN_SIZE, VOCAB_SIZE = 768, 2912
 SAVES = ("copy", "save", "DCP save", "save in the background", "DCP save in the background")
 LOADS = ("read", "load", "DCP load")  # read what the saves have written
-GOALS = (
-    Goal("save", "/ copy", 1.2),
-    Goal("save", "/ DCP save", 1.0),
-    Goal("save in the background", "blocked_ratio", 0.15),
-    Goal("load", "/ read", 1.2),
-    Goal("load", "/ DCP load", 1.0),
-)
 
 
 class Bench:
@@ -211,22 +213,19 @@ class Bench:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argument_parser(__doc__)
+    parser = measuring_parser(__doc__, turns=7, mib=1024)
     parser.add_argument(
         "--folder",
         type=Path,
         required=True,
         help="new folder on the disk to measure; deleted at the end",
     )
-    parser.add_argument("--mib", type=int, default=1024, help="size of a checkpoint over all ranks")
     parser.add_argument(
         "--step_s",
         type=float,
         default=0.5,
         help="seconds between a save's begin and the next update",
     )
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
 
 
@@ -254,15 +253,12 @@ def main(argv: Sequence[str]) -> int:
             shutil.rmtree(options.folder, ignore_errors=True)
     if distributed.rank == 0:
         rows = {name: row for one in turns for name, row in measured_rows(one).items()}
-        ranks = distributed.world_size
-        num_bytes = shards_bytes(bench.model, ranks)
+        ranks, num_bytes = distributed.world_size, shards_bytes(bench.model, distributed.world_size)
         command = f"torchrun --nproc-per-node={ranks} -m scripts.benchmarks.checkpoint"
-        more: Any = {
-            "about": f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; ",
-            "bytes": num_bytes,
-            "ranks": ranks,
-        }
-        publish(command, argv, options, rows, table(rows, COLUMNS), goals=GOALS, **more)
+        result = describe(command, argv, vars(options))
+        result |= {"rows": rows, "bytes": num_bytes, "ranks": ranks}
+        about = f"{num_bytes / MIB:,.0f} MiB, {ranks} ranks; "
+        publish(result, options.output, about, table(rows, COLUMNS))
     distributed.barrier()
     distributed.close()
     return 0
@@ -290,15 +286,14 @@ def config_of(mib: int, world_size: int) -> Config:
 def measured_rows(turns: Turns) -> dict[str, dict[str, Any]]:
     """Return the figures of some rows, with ratios to the first (plain copy or read), and of ours
     to DCP's."""
-    reference, *_ = names = list(turns.records)
+    reference, *_ = names = list(turns.counted)
     peers = {
         name: [one for one in (reference, f"DCP {name}") if one in names and one != name]
         for name in names
     }
-    rows = turns.rows("seconds", "blocked_s", others=peers.__getitem__)
-    for name, record in turns.records.items():
-        rows[name]["blocked_ratio"] = turns.ratio(name, reference, "blocked_s", "seconds")
-        rows[name]["memory_bytes"] = max(record.counted("memory_bytes")[1:])
+    rows = turns.rows("seconds", "blocked_s", "memory_bytes", others=peers.__getitem__)
+    for name, row in rows.items():
+        row["blocked_ratio"] = turns.ratio(name, reference, "blocked_s", "seconds")
     return rows
 
 
@@ -315,7 +310,7 @@ COLUMNS = (
     first_ratio("of the copy or read"),
     _in_background("blocked (s)", "blocked_s", "all"),
     _in_background("of the copy", "blocked_ratio", ""),
-    Column("memory (MiB)", lambda rows, name: f"{rows[name]['memory_bytes'] / MIB:,.0f}"),
+    spread("memory (MiB)", "memory_bytes", 0, 1 / MIB),
 )
 
 

@@ -29,9 +29,8 @@ import numpy as np
 
 from megatron_lite.data.indexed_dataset import HEADER, MAGIC, VERSION
 from scripts.benchmarks import processor
-from scripts.benchmarks.results import MIB, argument_parser, measured_alone
-from scripts.benchmarks.tables import first_ratio, publish, spread, table
-from scripts.benchmarks.turns import Turns
+from scripts.benchmarks.commands import measured_alone, measuring_parser
+from scripts.benchmarks.pipeline import MIB, Turns, describe, first_ratio, publish, spread, table
 
 HERE = "scripts.benchmarks.data"
 LENGTH = 2048
@@ -227,19 +226,11 @@ COLUMNS = {
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argument_parser(__doc__)
+    # documents: of 1,000 tokens, in the large set; batches: timed ones of each loader
+    parser = measuring_parser(__doc__, turns=5, documents=10_000_000, batches=300)
     parser.add_argument(
         "--folder", type=Path, required=True, help="new folder for the data; deleted at the end"
     )
-    parser.add_argument(
-        "--documents",
-        type=int,
-        default=10_000_000,
-        help="documents of 1,000 tokens in the large set",
-    )
-    parser.add_argument("--batches", type=int, default=300, help="timed batches of each loader")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
 
 
@@ -259,14 +250,13 @@ def main(argv: Sequence[str]) -> int:
         }
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
-    publish(
-        f"python -m {HERE}",
-        argv,
-        options,
-        rows["opening"] | rows["loading"],
-        *(table(rows[title], columns, title) for title, columns in COLUMNS.items()),
-        missing={} if peers else {"megatron-core": "not installed"},
-    )
+    result = describe(f"python -m {HERE}", argv, vars(options))
+    result |= {
+        "rows": rows["opening"] | rows["loading"],
+        "missing": {} if peers else {"megatron-core": "not installed"},
+    }
+    tables = [table(rows[title], columns, title) for title, columns in COLUMNS.items()]
+    publish(result, options.output, "", *tables)
     return 0
 
 

@@ -4,10 +4,9 @@ and processes.
     python -m scripts.benchmarks.preparing corpus.jsonl --folder=/data/scratch --output=preparing.json
 
 Rows: this program's command end to end, with its digests and files, also with
-`--tokenizer_library=tokenizers`; a loop over lines that calls `encode_batch` or `encode_batch_fast`
-of the `tokenizers` library with as many threads and writes nothing; the recipe of Megatron-LM's
-tools/preprocess_data.py, a pool that tokenizes line by line for megatron-core's
-IndexedDatasetBuilder; `datasets.map` with batches of 1,000; datatrove's DocumentTokenizer, in one
+`--tokenizer_library=tokenizers`; the recipe of Megatron-LM's tools/preprocess_data.py, a pool that
+tokenizes line by line for megatron-core's IndexedDatasetBuilder; `datasets.map` with batches of
+1,000; datatrove's DocumentTokenizer, in one
 process; and gigatoken's reader of files, which writes nothing. Each row runs in a separate process,
 imports included. Each turn measures every row once, in rotating order, and ratios are taken within
 a turn, of the CPU time of all processes. Peers that are not installed are skipped. Prints a
@@ -32,15 +31,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.results import ROOT, argument_parser, names_in, words_for
-from scripts.benchmarks.tables import over, publish, spread, table
-from scripts.benchmarks.turns import Figures, Turns
+from scripts.benchmarks.commands import measuring_parser, names_in, words_for
+from scripts.benchmarks.pipeline import Figures, Turns, describe, over, publish, spread, table
+from scripts.docs.tables import ROOT
 
 ROWS = {  # row -> the package that it needs, and the function that tokenizes
     "ours": ("tokenizers", ""),
     "ours by tokenizers": ("tokenizers", ""),
-    "encode_batch": ("tokenizers", "library_loop"),
-    "encode_batch_fast": ("tokenizers", "library_loop"),
     "megatron-core": ("megatron", "megatron_recipe"),
     "datasets.map": ("datasets", "datasets_map"),
     "datatrove": ("datatrove", "datatrove_tokens"),
@@ -56,17 +53,6 @@ def texts(corpus: str) -> Iterator[str]:
     with open(corpus, encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)["text"]
-
-
-def library_loop(corpus: str, tokenizer_file: str, method: str) -> int:
-    """Tokenize in batches with the library's own threads; return the number of tokens."""
-    from tokenizers import Tokenizer
-
-    encode = getattr(Tokenizer.from_file(tokenizer_file), method)
-    documents, tokens = texts(corpus), 0
-    while batch := list(itertools.islice(documents, BATCH)):
-        tokens += sum(len(encoding.ids) for encoding in encode(batch, add_special_tokens=False))
-    return tokens
 
 
 class LineEncoder:
@@ -149,7 +135,7 @@ def gigatoken_files(corpus: str, tokenizer_file: str, output: str, processes: in
 
 
 def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figures:
-    """Run a row in an empty folder; return its time and speed."""
+    """Run a row in an empty folder; return its time."""
     folder = options.folder / "preparing"
     corpus = str(options.corpus)
     processes = str(options.num_processes)
@@ -160,20 +146,15 @@ def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figu
         command += [f"--tokenizer={tokenizer_file}", f"--num_processes={processes}"]
         command += [f"--tokenizer_library={row.partition(' by ')[2] or 'auto'}"]
     else:
-        function, more = ROWS[row][1], (folder / "x", options.num_processes)
         command = words_for(
-            HERE,
-            function,
-            corpus,
-            tokenizer_file,
-            *((row,) if function == "library_loop" else more),
+            HERE, ROWS[row][1], corpus, tokenizer_file, folder / "x", options.num_processes
         )
     threads = {
         "RAYON_NUM_THREADS": processes,
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "cache"),
     }
-    threads["TOKENIZERS_PARALLELISM"] = str(row.startswith(("ours", "encode_batch"))).lower()
+    threads["TOKENIZERS_PARALLELISM"] = str(row.startswith("ours")).lower()
     begun_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, *command],
@@ -187,11 +168,7 @@ def prepared(row: str, options: argparse.Namespace, tokenizer_file: str) -> Figu
     if result.returncode:
         sys.exit(f"{row} failed with exit code {result.returncode}: {result.stderr[-2000:]}")
     shutil.rmtree(folder)
-    return {
-        "seconds": taken_s,
-        "cpu_seconds": cpu_s,
-        "mb_per_s": options.corpus.stat().st_size / 1e6 / taken_s,
-    }
+    return {"seconds": taken_s, "cpu_seconds": cpu_s}
 
 
 def tokenizer_of(options: argparse.Namespace) -> str:
@@ -207,7 +184,8 @@ def tokenizer_of(options: argparse.Namespace) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argument_parser(__doc__)
+    # num_processes: or threads of the library
+    parser = measuring_parser(__doc__, turns=3, num_processes=2)
     parser.add_argument("corpus", type=Path, help=".jsonl file with the key text")
     parser.add_argument("--folder", type=Path, required=True, help="folder for temporary files")
     parser.add_argument(
@@ -215,13 +193,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="tokenizer.json (default: a BPE of 32,000 tokens, trained on the corpus)",
     )
     parser.add_argument(
-        "--num_processes", type=int, default=2, help="processes, or threads of the library (2)"
-    )
-    parser.add_argument(
         "--rows", default=",".join(ROWS), help="rows to measure, ours among them (all)"
     )
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each row (3)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
 
 
@@ -231,20 +204,22 @@ def main(argv: Sequence[str]) -> int:
     options.corpus, options.folder = options.corpus.absolute(), options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer_file = tokenizer_of(options)
-    installed = {
-        row: importlib.util.find_spec(ROWS[row][0]) is not None for row in names_in(options.rows)
+    wanted = names_in(options.rows)
+    missing = {
+        row: f"{ROWS[row][0]} is not installed"
+        for row in wanted
+        if importlib.util.find_spec(ROWS[row][0]) is None
     }
-    names = [row for row in installed if installed[row]]
     turns = Turns(
-        names,
+        [row for row in wanted if row not in missing],
         lambda row, turn: prepared(row, options, tokenizer_file),
         options.turns,
         main="cpu_seconds",
     )
-    rows = turns.measured("cpu_seconds", "seconds", "mb_per_s", others=lambda row: ["ours"])
-    missing = {row: f"{ROWS[row][0]} is not installed" for row in installed if not installed[row]}
-    lines = table(rows, COLUMNS, "preparing")
-    publish(f"python -m {HERE}", argv, options, rows, lines, missing=missing)
+    rows = turns.measured("cpu_seconds", "seconds", others=lambda row: ["ours"])
+    result = describe(f"python -m {HERE}", argv, vars(options))
+    result |= {"rows": rows, "missing": missing}
+    publish(result, options.output, "", table(rows, COLUMNS, "preparing"))
     return 0
 
 

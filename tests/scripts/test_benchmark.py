@@ -480,11 +480,9 @@ def test_every_optimizer_row_is_measured_and_agrees_with_its_peer() -> None:
     assert max(compared.values()) < 1e-6
 
 
-def test_every_way_of_preparing_tokenizes_the_whole_corpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preparing_is_timed_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One turn of the rows that need no peer, on a small corpus."""
-    corpus, rows = tmp_path / "x.jsonl", ["ours", "encode_batch", "encode_batch_fast"]
+    corpus, rows = tmp_path / "x.jsonl", ["ours", "ours by tokenizers"]
     corpus.write_text(
         "".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500))
     )
@@ -496,10 +494,8 @@ def test_every_way_of_preparing_tokenizes_the_whole_corpus(
     ]
     assert preparing.main([*words, f"--rows={','.join(rows)}"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:5]] == rows
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:4]] == rows
     assert (
         json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"]
         == 1.0
     )
-    tokenizer = str(tmp_path / "work" / "tokenizer.json")
-    assert preparing.library_loop(str(corpus), tokenizer, "encode_batch") > 500
