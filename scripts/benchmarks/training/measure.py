@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.seeds import derive_seed
-from scripts.benchmarks.processor import Load, load, wait_until_quiet
-from scripts.benchmarks.turns import Figures, Turns
+from scripts.benchmarks.pipeline import Figures, Turns
+from scripts.benchmarks.processor import Load, load
+
+Steps = Sequence[Sequence[Tensor]]  # this rank's micro-batches by step
 
 
 class Contestant:
@@ -31,15 +33,9 @@ class Contestant:
         """Wait for all work that the last step left in flight, so that it does not slow the next
         configuration."""
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full weight), valid until the next item. Every rank must iterate to the
-        end."""
-        return iter(())
-
     def books(self) -> dict[str, Any]:
-        """Return figures that need no measurement: `state_bytes_by_kind` of this rank, and
-        others."""
-        return {"state_bytes_by_kind": {}}
+        """Return figures that need no measurement: `state_bytes` of this rank, and others."""
+        return {"state_bytes": 0}
 
 
 class Rounds:
@@ -58,8 +54,8 @@ class Rounds:
         distributed: Distributed,
     ) -> None:
         self.contestants: dict[str, Contestant] = {}  # the rows still alive
-        self.books: dict[str, dict[str, Any]] = {}
-        self._names = names
+        # Figures of a row that are no spreads, with the losses of all its turns.
+        self.books: dict[str, dict[str, Any]] = {name: {"losses": []} for name in names}
         self._make = make
         self._options = options
         self._distributed = distributed
@@ -72,26 +68,27 @@ class Rounds:
             warm_up=0 if options.one_at_a_time else options.warmup_turns,
             max_others=options.max_others,
             # With several ranks the others would wait in a collective.
-            failures=(Exception,) if options.one_at_a_time and distributed.world_size == 1 else (),
+            expected=(Exception,) if options.one_at_a_time and distributed.world_size == 1 else (),
             prints=distributed.rank == 0,
         )
 
-    def run(self) -> Iterator[bool]:
-        """Measure, yielding after every turn whether it completes a round."""
+    def run(self) -> Iterator[None]:
+        """Measure, yielding after every round."""
         if not self._options.one_at_a_time:
-            for name in self._names:
+            for name in self.books:
                 self._build(name)
-        yield from self.turns.run_turns()
+        yield from self.turns.run()
 
     def _rebuilt(self, name: str, turn: int) -> Figures:
-        options, before = self._options, torch.cuda.memory_allocated()
+        before, warmup = torch.cuda.memory_allocated(), self._options.warmup_turns
         try:
             self._build(name)
-            for index in range(options.warmup_turns * options.steps_per_turn):
-                self.contestants[name].step(make_tokens(options, index, self._distributed))
+            for steps in range(warmup):
+                for micro_batches in self.steps(steps):
+                    self.contestants[name].step(micro_batches)
             # with moments that the first step allocates
             self._allocated[name] = torch.cuda.memory_allocated() - before
-            return self._timed(name, turn + options.warmup_turns)
+            return self._timed(name, turn + warmup)
         finally:
             self.contestants.pop(name, None)
             gc.collect()
@@ -105,33 +102,32 @@ class Rounds:
         self._allocated[name] = torch.cuda.memory_allocated() - before
 
     def _timed(self, name: str, turn: int) -> Figures:
-        options, distributed = self._options, self._distributed
-        first = turn * options.steps_per_turn
-        steps = [
-            make_tokens(options, first + index, distributed)
-            for index in range(options.steps_per_turn)
-        ]
-        if (
-            options.max_others is not None
-            and turn >= options.warmup_turns
-            and distributed.rank == 0
-        ):
-            wait_until_quiet(options.max_others)
-        held_by_others = torch.cuda.memory_allocated() - self._allocated[name]
-        figures = timed_turn(self.contestants[name], steps, distributed)
-        if distributed.device.type == "cuda":
-            figures["peak_bytes"] = max(
-                distributed.gather_objects(torch.cuda.max_memory_allocated() - held_by_others)
-            )
-            self._allocated[name] = torch.cuda.memory_allocated() - held_by_others
-        self.books[name] = self.contestants[name].books()
+        others = torch.cuda.memory_allocated() - self._allocated[name]
+        figures, losses = timed_turn(self.contestants[name], self.steps(turn), self._distributed)
+        books = self.books[name]
+        books["losses"] += losses
+        books |= self.contestants[name].books()
+        if self._distributed.device.type == "cuda":
+            peaks = self._distributed.gather_objects(torch.cuda.max_memory_allocated() - others)
+            books["peak_bytes"] = max(*peaks, books.get("peak_bytes", 0))
+            self._allocated[name] = torch.cuda.memory_allocated() - others
         return figures
+
+    def steps(self, turn: int) -> list[list[Tensor]]:
+        """Return this rank's micro-batches of all steps of a turn."""
+        count = self._options.steps_per_turn
+        first = turn * count
+        return [
+            make_tokens(self._options, step, self._distributed)
+            for step in range(first, first + count)
+        ]
 
 
 def timed_turn(
-    contestant: Contestant, steps: Sequence[Sequence[Tensor]], distributed: Distributed
-) -> Figures:
-    """Time some steps between two barriers; return the same figures on every rank.
+    contestant: Contestant, steps: Steps, distributed: Distributed
+) -> tuple[Figures, list[float]]:
+    """Time some steps between two barriers; return the figures and the losses, the same on every
+    rank.
 
     Step time is the maximum over ranks. Traffic counts until all ranks are done.
     """
@@ -141,38 +137,38 @@ def timed_turn(
     distributed.barrier()
     wire_before = loopback_bytes()
     distributed.barrier()
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize(distributed)
     before = load()
     losses = [contestant.step(micro_batches) for micro_batches in steps]
     contestant.finish()
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize(distributed)
     step_s = (time.perf_counter() - before.elapsed_s) / len(steps)
     distributed.barrier()
-    span, wire_after = load().since(before), loopback_bytes()
-    known = wire_before is not None and wire_after is not None and not on_gpu
-    wire = (wire_after or 0) - (wire_before or 0) if known else None
+    span, wire = load().since(before), loopback_bytes() - wire_before
     ranks = distributed.gather_objects([step_s, span, wire, [float(loss) for loss in losses]])
     # rank 0's view of the machine, because all ranks must count the same turns
     _, first, wire, _ = ranks[0]
     own_s = sum(Load(*rank[1]).own_s for rank in ranks)
-    return {
+    figures = {
         "step_s": max(rank[0] for rank in ranks),
-        "cpu_s": own_s / len(steps),
         "others": Load(*first)._replace(own_s=own_s).others,
-        "wire_bytes": None if wire is None else wire / len(steps),
-        "losses": [
-            sum(one) / len(ranks) for one in zip(*(rank[-1] for rank in ranks), strict=True)
-        ],
+        "wire_bytes": None if on_gpu or len(ranks) == 1 else wire / len(steps),
     }
+    by_step = zip(*(rank[-1] for rank in ranks), strict=True)
+    return figures, [sum(one) / len(ranks) for one in by_step]
+
+
+def synchronize(distributed: Distributed) -> None:
+    """Wait for the GPU, if there is one."""
+    if distributed.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def make_tokens(options: argparse.Namespace, step: int, distributed: Distributed) -> list[Tensor]:
     """Draw this rank's micro-batches of one step, (b, s + 1) each; tensor-parallel ranks draw the
     same."""
     generator = torch.Generator().manual_seed(
-        derive_seed(options.seed, "benchmark", step, distributed.data.rank)
+        derive_seed(0, "benchmark", step, distributed.data.rank)
     )
     shape = (options.micro_batch_size, options.sequence_length + 1)
     pinned = distributed.device.type == "cuda"
@@ -193,8 +189,8 @@ def largest_difference(losses: Sequence[Sequence[float]]) -> float:
     return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf
 
 
-def loopback_bytes() -> int | None:
-    """Return the bytes sent over the loopback device since boot by all processes, or None if
+def loopback_bytes() -> int:
+    """Return the bytes sent over the loopback device since boot by all processes, or 0 if
     unknown."""
     try:
         with open("/proc/net/dev", encoding="ascii") as file:
@@ -204,24 +200,4 @@ def loopback_bytes() -> int | None:
             }
         return int(fields["lo"][8])
     except (OSError, KeyError, IndexError, ValueError):
-        return None
-
-
-def set_switches(threads: int, fp32_matmul: str) -> None:
-    """Set the process-wide switches, which apply to all rows."""
-    torch.set_num_threads(threads)
-    if fp32_matmul == "onednn":
-        # Rounds to bf16 only where the CPU has AMX.
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
-    elif fp32_matmul == "tf32":
-        torch.set_float32_matmul_precision("high")
-    # Rows share the code of their blocks, so torch.compile must not reach its recompilation limit.
-    torch._dynamo.config.recompile_limit = 64
-
-
-def is_crowded(parameters: int, rows: int, device: torch.device) -> bool:
-    """Return whether this many rows, of at least 18 bytes per parameter, may not fit on the GPU
-    together."""
-    if device.type != "cuda":
-        return False
-    return 18 * parameters * rows > 0.5 * torch.cuda.get_device_properties(device).total_memory
+        return 0

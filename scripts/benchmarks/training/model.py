@@ -21,11 +21,9 @@ from megatron_lite.model.tensor_parallel import ALONE, TensorParallel
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
 
-LOSSES = ("chunked", "full")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": nn.GELU(approximate="tanh"),
-    "relu": functional.relu,
 }
 Table = tuple[Tensor, Tensor]
 
@@ -114,12 +112,6 @@ class Attention(nn.Module):
         query, key, value = heads.split(self.sizes, dim=1)
         if self.table is not None:
             query, key = rotate(query, self.table), rotate(key, self.table)
-        # no GPU kernel takes both fp32 and groups
-        if query.is_cuda and query.dtype == torch.float32:
-            key, value = (
-                heads.repeat_interleave(self.sizes[0] // self.sizes[1], dim=1)
-                for heads in (key, value)
-            )
         grouped = key.shape[1] != query.shape[1]
         context = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=grouped

@@ -6,19 +6,17 @@
 Only the optimizer runs, in one process. Gradients are random and rescaled to the same norm before
 every step, untimed. Each of our rows takes turns with both peers, in rotating order, and ratios
 compare times within a turn. If a row and a peer compute the same update, their final weights must
-agree, or the exit code is 1. --max_others waits for and counts only turns in which other processes
-used at most that share of the CPUs. Prints a Markdown table. Run from the checkout.
+agree, or the exit code is 1. --max_others counts only turns in which other processes used at most
+that share of the CPUs. Prints a Markdown table. Run from the checkout.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,44 +26,46 @@ from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup as launch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
-from scripts.benchmarks.processor import load, wait_until_quiet
-from scripts.benchmarks.results import argument_parser
-from scripts.benchmarks.tables import over, publish, spread, table
+from scripts.benchmarks.commands import measured_alone, measuring_parser
+from scripts.benchmarks.pipeline import Figures, Turns, describe, over, publish, spread, table
+from scripts.benchmarks.processor import load
 from scripts.benchmarks.training.engine import built
-from scripts.benchmarks.training.settings import MODELS
-from scripts.benchmarks.turns import Figures, Turns
+from scripts.benchmarks.training.settings import MODELS, Sizes, add_sizes, set_sizes
 
+HERE = "scripts.benchmarks.training.optimizer"
 RATE = 1e-4
 DECAY = 0.1
 BETAS = (0.9, 0.95)
 CLIP = 1.0  # as in training; gradients have one of these norms:
 LARGE, SMALL = 10.0, 0.5
-REPEATS = 20  # rounds at most, in multiples of --turns, if few turns count
 PLAIN, CLIPPED = "AdamW(fused)", "clip_grad_norm_ + AdamW(fused)"
 
 
 class Row(NamedTuple):
     """One of our rows."""
 
-    name: str
     options: dict[str, Any]
     norm: float  # gradient norm
     same_as: str | None = None  # the peer with the same update
 
 
 GUARDED = {"clip_grad": CLIP, "skip_bad_steps": True}
-ROWS = (
-    Row("clip_grad=0", {"clip_grad": 0.0}, LARGE, PLAIN),
-    Row("clip_grad=1 skip_bad_steps=1, every step clipped", GUARDED, LARGE, CLIPPED),
-    Row("clip_grad=1 skip_bad_steps=1, none clipped", GUARDED, SMALL, CLIPPED),
-    Row("clip_grad=0 adam_nesterov=1", {"clip_grad": 0.0, "adam_nesterov": True}, LARGE),
-    Row("clip_grad=0 update_rms_clip=0.1", {"clip_grad": 0.0, "update_rms_clip": 0.1}, LARGE),
-    Row(
-        "clip_grad=0 clip_update_norm_sigma=3",
-        {"clip_grad": 0.0, "clip_update_norm_sigma": 3.0},
-        LARGE,
+ROWS = {
+    "clip_grad=0": Row({"clip_grad": 0.0}, LARGE, PLAIN),
+    "clip_grad=1 skip_bad_steps=1, every step clipped": Row(GUARDED, LARGE, CLIPPED),
+    "clip_grad=1 skip_bad_steps=1, none clipped": Row(GUARDED, SMALL, CLIPPED),
+    "clip_grad=0 adam_nesterov=1": Row({"clip_grad": 0.0, "adam_nesterov": True}, LARGE),
+    "clip_grad=0 update_rms_clip=0.1": Row({"clip_grad": 0.0, "update_rms_clip": 0.1}, LARGE),
+    "clip_grad=0 clip_update_norm_sigma=3": Row(
+        {"clip_grad": 0.0, "clip_update_norm_sigma": 3.0}, LARGE
     ),
-    Row("clip_grad=0 ema_type=ema", {"clip_grad": 0.0, "ema_type": "ema"}, LARGE),
+    "clip_grad=0 ema_type=ema": Row({"clip_grad": 0.0, "ema_type": "ema"}, LARGE),
+}
+COLUMNS = (
+    spread("ms", "step_s", 2, 1e3),
+    spread("fused ms", "fused_s", 2, 1e3),
+    over("ours / fused", PLAIN),
+    over("ours / clipped and fused", CLIPPED),
 )
 
 
@@ -77,27 +77,24 @@ class Contestant(NamedTuple):
     update: Callable[[], object]
 
 
-def turn(contestant: Contestant, norm: float, options: argparse.Namespace) -> Figures:
+def turn(contestant: Contestant, norm: float, steps: int) -> Figures:
     """Run some steps; return their mean time and the share of the cores used by other processes."""
-    if options.max_others is not None:
-        wait_until_quiet(options.max_others)
     gradients = contestant.gradients
     step_s, before = 0.0, load()
-    for _ in range(options.steps_per_turn):
+    for _ in range(steps):
         # Clipping changes the gradients. All contestants rescale, so that all find the same cache.
         torch._foreach_mul_(gradients, norm / torch.stack(torch._foreach_norm(gradients)).norm())
         start_s = time.perf_counter()
         contestant.update()
-        step_s += (time.perf_counter() - start_s) / options.steps_per_turn
+        step_s += (time.perf_counter() - start_s) / steps
     return {"step_s": step_s, "others": load().since(before).others}
 
 
-def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Contestant:
+def ours(row: Row, sizes: Mapping[str, Any], distributed: Distributed) -> Contestant:
     """Return the engine's optimizer on the stages of a model that never runs."""
-    sizes, model_options = MODELS["llama-39m"]
     values = {
-        **model_options,
-        **{name: getattr(options, name, None) or size for name, size in sizes._asdict().items()},
+        **MODELS["llama-39m"][1],
+        **sizes,
         "device": "cpu",
         "lr": RATE,
         "weight_decay": DECAY,
@@ -118,14 +115,12 @@ def ours(row: Row, options: argparse.Namespace, distributed: Distributed) -> Con
 
 def peer(weights: dict[str, Tensor], clips: bool) -> Contestant:
     """Return torch.optim.AdamW(fused=True), with or without clip_grad_norm_ before it."""
-    parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    gradients = [
-        gradient for name in sorted(parameters) if (gradient := parameters[name].grad) is not None
-    ]
+    parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in sorted(weights)}
+    gradients = [torch.zeros_like(parameter) for parameter in parameters.values()]
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        parameter.grad = gradient
     adamw = torch.optim.AdamW(
-        [*parameters.values()], lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True
+        parameters.values(), lr=RATE, betas=BETAS, weight_decay=DECAY, fused=True
     )
 
     def update() -> None:
@@ -136,69 +131,51 @@ def peer(weights: dict[str, Tensor], clips: bool) -> Contestant:
     return Contestant(gradients, {name: one.detach() for name, one in parameters.items()}, update)
 
 
-def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one row: its times, its peers' times, and the largest difference of
-    final weights."""
+def measure(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of one row: its time, its peers', and the largest difference of final
+    weights. given: the options."""
+    row, options = ROWS[name], argparse.Namespace(**given)
     torch.set_num_threads(options.threads)
     distributed = launch.initialize(unflatten({"device": "cpu"}).distributed)
-    own = ours(row, options, distributed)
-    contestants = {row.name: own, PLAIN: peer(own.weights, False), CLIPPED: peer(own.weights, True)}
+    own = ours(row, {name: given[name] for name in Sizes._fields}, distributed)
+    contestants = {name: own, PLAIN: peer(own.weights, False), CLIPPED: peer(own.weights, True)}
     for contestant in contestants.values():
         generator = torch.Generator().manual_seed(1)
         for gradient in contestant.gradients:
             gradient.normal_(generator=generator)
     turns = Turns(
-        list(contestants),
-        lambda name, _: turn(contestants[name], row.norm, options),
+        contestants,
+        lambda one, _: turn(contestants[one], row.norm, options.steps_per_turn),
         options.turns,
         main="step_s",
         warm_up=1,
         max_others=options.max_others,
-        repeats=REPEATS,
     )
-    rounds = len(list(turns.run()))
-    result: dict[str, Any] = {
-        "options": row.options,
-        "gradient_norm": row.norm,
-        "parameters": sum(weight.numel() for weight in own.weights.values()),
-        "step_s": turns.records[row.name].spread("step_s"),
-        **{name: turns.records[name].spread("step_s") for name in (PLAIN, CLIPPED)},
-        "ratios": {name: turns.ratio(row.name, name) for name in (PLAIN, CLIPPED)},
-    }
+    result: dict[str, Any] = turns.measured("step_s", others=lambda _: (PLAIN, CLIPPED))[name]
+    result["fused_s"] = turns.spread(PLAIN, "step_s")
     if row.same_as is not None:
         theirs = contestants[row.same_as].weights
-        result["largest_difference"] = max(
-            float((own.weights[name] - theirs[name]).abs().max()) for name in theirs
-        )
-        result["steps"] = rounds * options.steps_per_turn
+        differences = (float((own.weights[key] - theirs[key]).abs().max()) for key in theirs)
+        rounds = len(turns.counted[name])
+        # Each update moves a weight by about the rate; rounding must stay far below.
+        result["largest_difference"] = max(differences)
+        result["allowed_difference"] = 1e-3 * RATE * rounds * options.steps_per_turn
     distributed.close()
     return result
 
 
-COLUMNS = (
-    spread("ms", "step_s", 2, 1e3),
-    *(spread(f"{name} ms", name, 2, 1e3) for name in (PLAIN, CLIPPED)),
-    *(over(f"ours / {name}", name) for name in (PLAIN, CLIPPED)),
-)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argument_parser(__doc__)
-    for name, default in (("threads", 1), ("turns", 15), ("steps_per_turn", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
-        parser.add_argument(f"--{name}", type=int, help="default: that of llama-39m")
+    parser = measuring_parser(__doc__, threads=1, turns=15, steps_per_turn=3)
+    add_sizes(parser, ["llama-39m"])
     parser.add_argument("--only", default="", help="run rows whose names contain this text")
     parser.add_argument(
         "--max_others",
         type=float,
         help="count only turns during which other processes used less of the CPUs",
     )
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    if min(options.threads, options.turns, options.steps_per_turn) < 1:
-        parser.error("--threads, --turns and --steps_per_turn must be at least 1")
+    set_sizes(options)
     return options
 
 
@@ -206,30 +183,17 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print and write; return the exit code."""
     options = parse(argv)
     # One process per row: memory freed by an earlier row made later rows up to a third slower.
-    context = multiprocessing.get_context("forkserver")
-    # slow imports
-    context.set_forkserver_preload(["torch", "scripts.benchmarks.training.settings"])
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        rows = {
-            row.name: pool.apply(measure, (row, options))
-            for row in ROWS
-            if options.only in row.name
-        }
-    parameters = next(iter(rows.values()))["parameters"]
-    about = f"{options.threads} thread(s), {parameters:,} parameters in fp32; "
-    publish(
-        "python -m scripts.benchmarks.training.optimizer",
-        argv,
-        options,
-        rows,
-        table(rows, COLUMNS),
-        about=about,
-    )
-    # Each update moves a weight by about the rate; rounding must stay far below.
+    rows = {
+        name: measured_alone(HERE, "measure", name, vars(options))
+        for name in ROWS
+        if options.only in name
+    }
+    result = describe(f"python -m {HERE}", argv, vars(options)) | {"rows": rows}
+    publish(result, options.output, f"{options.threads} thread(s), fp32; ", table(rows, COLUMNS))
     wrong = {
         name: row["largest_difference"]
         for name, row in rows.items()
-        if row.get("largest_difference", 0.0) > 1e-3 * RATE * row.get("steps", 0)
+        if "allowed_difference" in row and row["largest_difference"] > row["allowed_difference"]
     }
     for name, difference in wrong.items():
         print(f"{name}: weights differ from the peer's by {difference:.1e}", file=sys.stderr)

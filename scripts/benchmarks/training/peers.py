@@ -8,15 +8,12 @@ fastest attention kernels on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +28,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.export_folder import their_tensor
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
+from megatron_lite.parameter import DTYPES
 from scripts.benchmarks.training.measure import Contestant
 from scripts.benchmarks.training.model import (
     PlainGPT,
@@ -39,34 +37,6 @@ from scripts.benchmarks.training.model import (
     parameter_specs,
     tokens_per_rank,
 )
-
-PRODUCTS = "products"  # the row without training
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the table: a model, its trainer, and whether it is compiled."""
-
-    trainer: (
-        str  # "engine", "torch" (one process), "DDP", "FSDP2", "torch TP", "torch PP" or "products"
-    )
-    model: str = "plain"  # "engine" (its own layers), "plain", "HF" or "HF Liger"
-    compiled: bool = False
-    # engine options of our rows, and of their peers
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    # FSDP2: reshard_after_forward; separate groups for embedding and head; gradients reduced every
-    # micro-batch
-    reshard: bool = True
-    separate_ends: bool = False
-    sync: bool = True
-    # Plain model: overrides --loss
-    loss: str | None = None
-    default: bool = True  # runs unless --only says otherwise
-
-    @property
-    def trains_the_model(self) -> bool:
-        """Whether the row's losses must equal the other rows'."""
-        return self.trainer != PRODUCTS and "window_size" not in self.changes
 
 
 class Peer(Contestant):
@@ -78,18 +48,16 @@ class Peer(Contestant):
         config: Config,
         distributed: Distributed,
         module: nn.Module,
-        patch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        keep_gradients: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        """patch: makes the context in which this peer runs."""
+        """context: makes the context in which this peer runs."""
         self._config = config
         self._device = distributed.device
         self._module = module
-        self._keep_gradients = keep_gradients  # FSDP2: full gradients until the last micro-batch
         self._autocast = config.distributed.training_dtype == "bf16" and not isinstance(
             module, FSDPModule
         )
-        self._patch = patch
+        self._context = context
         options = config.optimizer
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # norms and biases are not decayed
         for parameter in module.parameters():
@@ -117,7 +85,7 @@ class Peer(Contestant):
             with (
                 self._synchronized(index == len(micro_batches) - 1),
                 fastest_attention(self._device),
-                self._patch(),
+                self._context(),
             ):
                 with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
                     value = self._module(part[:, :-1].contiguous(), part[:, 1:].contiguous())
@@ -140,33 +108,16 @@ class Peer(Contestant):
             return
         if isinstance(self._module, FSDPModule):
             self._module.set_requires_all_reduce(last)  # across the replicas of hybrid shards
-            if self._keep_gradients:
-                self._module.set_requires_gradient_sync(last)
         yield
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (the peer's own name, full weight). Every rank must iterate to the end."""
-        for name, parameter in self._module.named_parameters():
-            value = parameter.detach()
-            yield (
-                name.removeprefix("module."),
-                value.full_tensor() if isinstance(value, DTensor) else value,
-            )
-
     def books(self) -> dict[str, Any]:
-        """Return this rank's memory by kind between steps, without temporaries."""
+        """Return this rank's memory between steps, without temporaries: weights, gradients and
+        moments."""
         parameters = list(self._module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        kinds: dict[str, list[Tensor]] = {
-            "weights": [*parameters],
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "Adam moments": [value for value in states if value.dim() > 0],
-        }
-        return {
-            "state_bytes_by_kind": {
-                kind: sum(map(local_bytes, tensors)) for kind, tensors in kinds.items()
-            }
-        }
+        moments = [value for value in states if value.dim() > 0]
+        return {"state_bytes": sum(map(local_bytes, (*parameters, *gradients, *moments)))}
 
 
 class Products(Contestant):
@@ -177,7 +128,8 @@ class Products(Contestant):
     own products are not included. Nothing is trained, so there is no loss.
     """
 
-    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Config, distributed: Distributed) -> None:
+        device, dtype = distributed.device, DTYPES[config.distributed.training_dtype]
         tied, generator = config.model.tie_word_embeddings, torch.Generator(device).manual_seed(0)
 
         def matrix(*shape: int) -> Tensor:
@@ -229,7 +181,7 @@ class HuggingFace(nn.Module):
     `forward` takes and returns the same as PlainGPT's.
     """
 
-    def __init__(self, config: Config, attention: str, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         transformers = importlib.import_module("transformers")
         values = hugging_face_config(config, {}) | {
@@ -241,7 +193,7 @@ class HuggingFace(nn.Module):
         described = transformers.AutoConfig.for_model(architecture, **values)
         with torch.device(device):
             self.model = transformers.AutoModelForCausalLM.from_config(
-                described, attn_implementation=attention
+                described, attn_implementation="sdpa"
             )
         self.model.train()
         self.tokens = tokens_per_rank(config)
@@ -271,39 +223,19 @@ class HuggingFace(nn.Module):
         return output.loss
 
 
-def liger_kernels(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-    """Put Liger's kernels into a Hugging Face model; return the context in which they are active.
-
-    Liger also replaces functions of transformers' module. Outside the context other rows find its
-    own.
-    """
-    module = importlib.import_module(type(model).__module__)
-    before, kind = dict(vars(module)), module.__name__.rpartition("_")[2]  # modeling_llama: llama
-    getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{kind}")(
-        model=model
-    )
-    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
-    vars(module).update({name: before[name] for name in changed if name in before})
-    return functools.partial(mock.patch.dict, vars(module), changed)
-
-
-def compile_model(model: PlainGPT | HuggingFace, whole: bool, mode: str, backend: str) -> None:
+def compile_model(model: PlainGPT | HuggingFace, whole: bool) -> None:
     """Compile the whole model, or each block and the loss (as torchtitan does under FSDP2 and DDP).
 
     Only `forward` is compiled, so that the hooks of DDP and FSDP2 stay outside.
     """
-    options: dict[str, Any] = {"backend": backend, "dynamic": False}
-    if backend == "inductor":
-        options["mode"] = mode
+    compiled = functools.partial(torch.compile, dynamic=False)
     if whole:
-        model.forward = torch.compile(model.forward, **options)  # type: ignore[method-assign]
+        model.forward = compiled(model.forward)  # type: ignore[method-assign]
         return
     for block in model.blocks:
-        block.forward = torch.compile(
-            block.forward, fullgraph=isinstance(model, PlainGPT), **options
-        )
+        block.forward = compiled(block.forward, fullgraph=isinstance(model, PlainGPT))
     if isinstance(model, PlainGPT):
-        model.head.function = torch.compile(model.head.function, fullgraph=True, **options)
+        model.head.function = compiled(model.head.function, fullgraph=True)
 
 
 def shard_mesh(distributed: Distributed) -> DeviceMesh:
@@ -320,7 +252,17 @@ def shard_mesh(distributed: Distributed) -> DeviceMesh:
     )
 
 
-def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Distributed) -> Peer:
+def peer(
+    config: Config,
+    distributed: Distributed,
+    *,
+    model: str = "plain",
+    under: str = "",
+    compiled: bool = False,
+    loss: str = "chunked",
+    reshard: bool = True,
+    separate_ends: bool = False,
+) -> Peer:
     """Build a row of PyTorch's: a plain or Hugging Face model in one process, under DDP or under
     FSDP2.
 
@@ -328,36 +270,32 @@ def peer(row: Row, options: argparse.Namespace, config: Config, distributed: Dis
     in the root's group, which stays gathered. With `separate_ends` embedding and head are separate
     groups, so that every weight is freed after its forward pass. With --data_parallel_shard its
     mesh has two dimensions (HSDP).
+
+    Args:
+        model: "plain" or "HF".
+        under: "DDP", "FSDP2", or neither.
+        loss: of the plain model, "chunked" or "full".
+        reshard: FSDP2's reshard_after_forward.
     """
     device = distributed.device
-    model: PlainGPT | HuggingFace
-    if row.model == "plain":
-        model = PlainGPT(config, row.loss or options.loss, device)
-    else:
-        model = HuggingFace(config, options.hf_attention, device)
-    patch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    if isinstance(model, HuggingFace) and row.model == "HF Liger":
-        patch = liger_kernels(model.model)
-    if row.compiled:
-        compile_model(model, row.trainer == "torch", options.compile_mode, options.compile_backend)
-    if row.trainer == "FSDP2":
+    plain = PlainGPT(config, loss, device) if model == "plain" else None
+    made: PlainGPT | HuggingFace = plain or HuggingFace(config, device)
+    if compiled:
+        compile_model(made, whole=not under)
+    if under == "FSDP2":
         mesh = shard_mesh(distributed)
         policy = MixedPrecisionPolicy()
         if config.distributed.training_dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        ends = (
-            [model.embedding, model.head]
-            if row.separate_ends and isinstance(model, PlainGPT)
-            else []
-        )
-        for layer in (*ends, *model.blocks):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=row.reshard, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-    if isinstance(model, PlainGPT):
-        initialize(model, config, device)
-    module: nn.Module = model
-    if row.trainer == "DDP":
+        ends = [plain.embedding, plain.head] if separate_ends and plain is not None else []
+        for layer in (*ends, *made.blocks):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(made, mesh=mesh, mp_policy=policy)
+    if plain is not None:
+        initialize(plain, config, device)
+    module: nn.Module = made
+    if under == "DDP":
         module = DistributedDataParallel(
-            model, process_group=distributed.group, gradient_as_bucket_view=True
+            made, process_group=distributed.group, gradient_as_bucket_view=True
         )
-    return Peer(config, distributed, module, patch, keep_gradients=not row.sync)
+    return Peer(config, distributed, module)

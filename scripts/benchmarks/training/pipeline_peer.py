@@ -61,11 +61,17 @@ class PipelinePeer(Peer):
     """This rank's chunks, trained by a schedule of torch's."""
 
     def __init__(
-        self, config: Config, distributed: Distributed, schedule: str, placement: str
+        self,
+        config: Config,
+        distributed: Distributed,
+        pipeline_schedule: str,
+        pipeline_placement: str,
     ) -> None:
         model, pipeline = PlainGPT(config, "full", distributed.device), distributed.pipeline
         initialize(model, config, distributed.device)
-        placed = place(pipeline.world_size, config.model.num_layers + 2, schedule, placement)
+        placed = place(
+            pipeline.world_size, config.model.num_layers + 2, pipeline_schedule, pipeline_placement
+        )
         ends = [min(max(chunk.stop - 1, 0), config.model.num_layers) for chunk in placed.chunks]
         borders, own = [0, *ends], placed.chunks_of(pipeline.rank)
         chunks = [Chunk(model, range(borders[index], borders[index + 1])) for index in own]
@@ -85,7 +91,7 @@ class PipelinePeer(Peer):
             for chunk, index in zip(chunks, own, strict=True)
         ]
         batches = config.batch.sequential_micro_batches
-        made = SCHEDULES[schedule](
+        made = SCHEDULES[pipeline_schedule](
             stages if len(own) > 1 else stages[0], batches, loss_fn=loss, scale_grads=False
         )
         self._schedule: Any = made
