@@ -28,10 +28,11 @@ from megatron_lite.huggingface.config_file import hugging_face_config
 from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from megatron_lite.kernels.matmul_library import library_for
 from megatron_lite.validation import resolve
+from scripts.benchmarks.commands import TORCHRUN
 from scripts.benchmarks.programs.race import Command
-from scripts.benchmarks.results import ROOT, TORCHRUN
 from scripts.benchmarks.training.model import parameter_specs
 from scripts.benchmarks.training.settings import MODELS, Sizes
+from scripts.docs.tables import ROOT
 
 HERE = Path(__file__).resolve().parent
 LEARNING_RATE = 3e-4
@@ -138,7 +139,7 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
         f"--{name}={int(value) if isinstance(value, bool) else value}"
         for name, value in flags.items()
     ]
-    program = [str(ROOT / "pretrain_gpt.py"), *words, *options.ours.split()]
+    program = [str(ROOT / "pretrain_gpt.py"), *words]
     return Command(
         setting.launch(sys.executable, *program),
         ROOT,
@@ -247,34 +248,15 @@ def picotron(setting: Setting) -> Command | str | None:
     return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", variables)
 
 
-def trainer(setting: Setting, *flags: str, deepspeed_stage: int | None = None) -> Command | str:
-    """Return Hugging Face's Trainer, alone or with DeepSpeed."""
-    options, folder = setting.options, setting.folder
-    if missing := setting.require(
-        "transformers", "accelerate", *(["deepspeed"] if deepspeed_stage else [])
-    ):
+def trainer(setting: Setting, *flags: str) -> Command | str:
+    """Return Hugging Face's Trainer."""
+    folder = setting.folder
+    if missing := setting.require("transformers", "accelerate"):
         return missing
     config = setting.write_hugging_face_config(folder / "hf_trainer")
-    words = [
-        str(HERE / "library_trainers.py"),
-        "trainer",
-        f"--config={config}",
-        *setting.words,
-        *flags,
-    ]
-    if deepspeed_stage is not None:
-        stages = {
-            "zero_optimization": {"stage": deepspeed_stage},
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        automatic = dict.fromkeys(
-            ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-        )
-        path = folder / "hf_trainer" / f"deepspeed_{deepspeed_stage}.json"
-        words.append(
-            f"--deepspeed={write_json_file(path, stages | automatic | {'gradient_clipping': 1.0})}"
-        )
-    return Command(setting.launch(options.python, *words), folder, r"'loss': '?([\d.]+|nan|inf)")
+    program = [str(HERE / "library_trainers.py"), "trainer", f"--config={config}"]
+    words = setting.launch(setting.options.python, *program, *setting.words, *flags)
+    return Command(words, folder, r"'loss': '?([\d.]+|nan|inf)")
 
 
 def litgpt(setting: Setting) -> Command | str | None:
@@ -328,8 +310,6 @@ PROGRAMS: dict[str, Maker] = {
     "HF Trainer compiled": lambda setting: trainer(setting, "--compile"),
     "litgpt": litgpt,
     "picotron": picotron,
-    "DeepSpeed ZeRO-1": functools.partial(trainer, deepspeed_stage=1),
-    "DeepSpeed ZeRO-3": functools.partial(trainer, deepspeed_stage=3),
 }
 
 

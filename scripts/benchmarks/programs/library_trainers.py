@@ -56,14 +56,13 @@ def trainer(options: argparse.Namespace, folder: str) -> None:
         adam_beta2=0.95,
         weight_decay=0.1,
         max_grad_norm=1.0,
-        optim="adamw_torch" if options.deepspeed else "adamw_torch_fused",
+        optim="adamw_torch_fused",
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         torch_compile=options.compile,
         bf16=options.dtype == "bf16",
-        deepspeed=options.deepspeed and str(options.deepspeed),
     )
     model = AutoModelForCausalLM.from_config(config)
     Trainer(model, arguments, train_dataset=Samples(options.data, options.sequence_length)).train()
@@ -153,7 +152,6 @@ if __name__ == "__main__":
         help="bf16 is automatic mixed precision",
     )
     parser.add_argument("--compile", action="store_true", help="Trainer: compile the model")
-    parser.add_argument("--deepspeed", type=Path, help="Trainer: a DeepSpeed configuration")
     parser.add_argument("--tied", action="store_true", help="litgpt: tie the embeddings")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.pipeline import Figures, Turns
 from scripts.benchmarks.processor import load, memory_bytes
-from scripts.benchmarks.results import spread_of
-from scripts.benchmarks.turns import Figures, Turns
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -205,29 +204,28 @@ class Race:
         self._folder = folder
         self._timeout_s = timeout_s
         self._steps = steps_per_turn
-        self._programs: dict[str, Program] = {}  # the newest start of each
-        self._start_s: dict[str, list[float]] = {name: [] for name in commands}
+        self._programs: dict[str, Program] = {}
+        self._start_s: dict[str, float] = {}
         self.turns = Turns(
-            list(commands),
+            commands,
             self._turn,
             turns,
             main="step_s",
             max_others=max_others,
-            failures=(ProgramError,),
+            expected=(ProgramError,),
         )
 
-    def run(self, starts: int = 1) -> Iterator[None]:
+    def run(self) -> Iterator[None]:
         """Measure, yielding after every round; kill all programs at the end."""
         try:
-            for attempt in range(starts):
-                for name in self.turns.sound():
-                    self._start(name, keep=attempt == starts - 1)
+            for name in self._commands:
+                self._start(name)
             yield from self.turns.run()
         finally:
             for program in self._programs.values():
                 program.kill()
 
-    def _start(self, name: str, keep: bool) -> None:
+    def _start(self, name: str) -> None:
         before = time.perf_counter()
         file = "".join(character if character.isalnum() else "_" for character in name)
         program = self._programs[name] = Program(
@@ -235,12 +233,9 @@ class Race:
         )
         try:
             program.steps(1)
-            self._start_s[name].append(time.perf_counter() - before)
-            if keep:
-                program.steps(1)  # the second step also allocates
-                program.stop()
-            else:
-                program.kill()
+            self._start_s[name] = time.perf_counter() - before
+            program.steps(1)  # the second step also allocates
+            program.stop()
         except ProgramError as error:
             self.turns.fail(name, error)
 
@@ -252,10 +247,10 @@ class Race:
         before, step_before = load(program.cpu_seconds()), len(program.losses)
         program.steps(self._steps)
         span = load(program.cpu_seconds()).since(before)
-        # more than requested if several log lines arrived together
+        # More than requested if several log lines arrived together.
         done = len(program.losses) - step_before
         program.stop()
-        return {"step_s": span.elapsed_s / done, "cpu_s": span.own_s / done, "others": span.others}
+        return {"step_s": span.elapsed_s / done, "others": span.others}
 
     def rows(self, ours: str, twins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return the figures of each program, with its loss after the same number of steps.
@@ -266,21 +261,14 @@ class Race:
         """
         losses = {name: program.losses for name, program in self._programs.items()}
         steps = min((len(losses[name]) for name in self.turns.sound()), default=0)
-        rows: dict[str, dict[str, Any]] = {}
-        for name, record in self.turns.records.items():
+        against = {name: twins.get(name, ours) for name in losses if name != ours}
+        rows = self.turns.rows(
+            "step_s", others=lambda own: [name for name in against if against[name] == own]
+        )
+        for name, row in rows.items():
             last = losses[name][max(0, steps - LAST_STEPS) : steps]
-            others = record.every("others")
-            rows[name] = {figure: record.spread(figure) for figure in ("step_s", "cpu_s")} | {
-                "start_s": spread_of(self._start_s[name]) if self._start_s[name] else None,
-                "others": spread_of(others) if others else None,
-                "peak_rss_bytes": self._programs[name].peak_rss_bytes(),
-                "loss": statistics.mean(last) if last else None,
-                "steps": steps,
-                "losses": losses[name],
-                "ratios": {},
-            }
-        for name in rows:
-            own = twins.get(name, ours)
-            if own in rows and name != ours:
-                rows[own]["ratios"][name] = self.turns.ratio(own, name)
+            row["start_s"] = self._start_s.get(name)
+            row["peak_rss_bytes"] = self._programs[name].peak_rss_bytes()
+            row["loss"] = statistics.mean(last) if last else None
+            row["steps"] = steps
         return rows
