@@ -34,7 +34,7 @@ from megatron_lite.errors import EXIT_DONE, NumericsError, UsageError
 from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.progress_line import ProgressLine, format_duration
-from scripts.benchmarks.results import write_json
+from scripts.benchmarks.pipeline import write_json
 from scripts.proof.cases import Case, Flags, case_of, flags_of, text_of
 from scripts.proof.comparison import Judge, Verdict, limits_of, reduced
 from scripts.proof.like import shrunk

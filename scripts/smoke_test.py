@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without installation
 
 from megatron_lite.run.exit_status import missing_package
-from scripts.benchmarks.results import ROOT, private_environment
+from scripts.benchmarks.commands import private_environment
+from scripts.docs.tables import ROOT
 
 TIME_LIMIT_S = 170.0
 SEQUENCE_LENGTH = 128

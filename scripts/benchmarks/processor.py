@@ -76,17 +76,6 @@ def load(own_s: float | None = None) -> Load:
     )
 
 
-def wait_until_quiet(max_busy: float, at_most_s: float = 60.0, sample_s: float = 0.5) -> None:
-    """Sleep until all processes together use at most `max_busy` of the cores, or for
-    `at_most_s`."""
-    deadline, now = time.monotonic() + at_most_s, load(0.0)
-    while time.monotonic() < deadline:
-        time.sleep(sample_s)
-        before, now = now, load(0.0)
-        if now.since(before).others <= max_busy:
-            return
-
-
 def memory_bytes(field: str, process: int | str = "self") -> int:
     """Return a field of a process's status: VmRSS (resident memory) or VmHWM (its peak); 0 if the
     process is gone."""

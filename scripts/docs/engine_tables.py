@@ -28,8 +28,7 @@ from megatron_lite.validation import resolve
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.pipeline import Durations, place
 from megatron_lite.zero.schedule import Order
-from scripts.benchmarks.results import ROOT
-from scripts.docs.tables import markdown_table, with_tables, write_documents
+from scripts.docs.tables import ROOT, markdown_table, with_tables, write_documents
 
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
 MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))

@@ -39,9 +39,10 @@ from megatron_lite.planner.speeds import FORMAT, VERSION
 from megatron_lite.run import exit_status
 from megatron_lite.run.launch import requested_threads
 from scripts.benchmarks import processor
+from scripts.benchmarks.commands import names_in
 from scripts.benchmarks.machine.host import host_times, seconds_per_byte
 from scripts.benchmarks.machine.operations import Operations, measure_collectives
-from scripts.benchmarks.results import names_in, write_json
+from scripts.benchmarks.pipeline import write_json
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

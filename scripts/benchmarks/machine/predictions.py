@@ -32,7 +32,7 @@ from megatron_lite.planner.speeds import Speeds, read_speeds
 from megatron_lite.planner.work_time import StepTime, predict_step
 from scripts.benchmarks.machine.__main__ import measure
 from scripts.benchmarks.machine.host import step_seconds
-from scripts.benchmarks.results import write_json
+from scripts.benchmarks.pipeline import write_json
 from scripts.benchmarks.training.settings import GPT2, LLAMA, Sizes
 from scripts.docs.tables import markdown_table, with_tables, write_documents
 
