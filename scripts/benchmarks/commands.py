@@ -26,10 +26,21 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def measuring_parser(description: str | None, **counts: int) -> argparse.ArgumentParser:
-    """Return a parser with --output, and an option per count, such as --turns=5, at least 1."""
+def measuring_parser(
+    description: str | None, *, in_quiet: bool = False, **counts: int
+) -> argparse.ArgumentParser:
+    """Return a parser with --output, and an option per count, such as --turns=5, at least 1.
+
+    in_quiet: also with --max_others.
+    """
     parser = argument_parser(description)
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    if in_quiet:
+        parser.add_argument(
+            "--max_others",
+            type=float,
+            help="count only turns in which other programs used at most this share of the cores",
+        )
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=count, default=default, help=f"default {default}")
     return parser

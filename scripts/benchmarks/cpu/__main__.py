@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.commands import TORCHRUN, argument_parser, matching, names_in
+from scripts.benchmarks.commands import TORCHRUN, matching, measuring_parser, names_in
 from scripts.benchmarks.pipeline import Result, read_json, write_json
 from scripts.benchmarks.processor import ISAS
 from scripts.docs.tables import ROOT
@@ -117,7 +117,8 @@ RUNS = (
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argument_parser(__doc__)
+    parser = measuring_parser(__doc__, in_quiet=True, turns=6)
+    parser.set_defaults(output=REPORT)
     isas = partial(matching, ISAS, "instruction set")
     runs = partial(matching, [run.name for run in RUNS], "run")
     parser.add_argument(
@@ -126,14 +127,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=runs, default="*", help="comma-separated runs; * and ? are wildcards"
     )
-    parser.add_argument("--turns", type=int, default=6, help="rounds of every run (default 6)")
-    parser.add_argument(
-        "--max_others", type=float, help="count only turns with less of the cores taken by others"
-    )
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--picotron", type=Path, help="a checkout of picotron")
     parser.add_argument("--python", help="the interpreter of the other programs; default: this one")
-    parser.add_argument("--output", type=Path, default=REPORT, help="default docs/cpu_report.json")
     return parser.parse_args(argv)
 
 

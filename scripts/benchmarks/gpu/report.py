@@ -19,6 +19,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,16 @@ class Step:
     part: str = PARTS[0]
 
 
+ALONE = "--model=mistral-7b --one_at_a_time"
+SIX = f"{ALONE} --num_layers=6 --turns=2 --steps_per_turn=6"
+SIXTEEN = f"{ALONE} --num_layers=16"
+_RECOMPUTE = "ZeRO-1 recompute activation,ZeRO-1 recompute full"
+_VARIANTS = f"ZeRO-1,{_RECOMPUTE},ZeRO-1 without Triton,ZeRO-1 window 4096"
+_ROUNDED = "ZeRO-1,ZeRO-1 fp8 tensorwise,ZeRO-1 fp8 rowwise,ZeRO-1 int8"
+_SPLIT = "ZeRO-1 split recompute"
+_WHOLE = f"{_SPLIT} activation,{_SPLIT} quarter,ZeRO-3 recompute full"
+
+
 def steps(parallel_tests: int) -> list[Step]:
     """Return all steps, ordered by part."""
     pytest: tuple[str, ...] = ("-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", "-rfE")
@@ -78,36 +89,6 @@ def steps(parallel_tests: int) -> list[Step]:
     pytest_gpu = (*pytest, "-m", "gpu", "-k", "not flex", *files)
     pytest_flex = (*pytest, "-m", "gpu", "-k", "flex", *files)
 
-    def table(
-        name: str,
-        model: str,
-        only: str,
-        turns: int,
-        budget_s: float,
-        *options: str,
-        part: str = PARTS[2],
-    ) -> Step:
-        flags = (
-            "--device=cuda",
-            f"--model={model}",
-            "--dtype=bf16",
-            f"--only={only}",
-            f"--turns={turns}",
-            *options,
-        )
-        command = ("-m", "scripts.benchmarks.training", *flags, "--output={output}")
-        return Step(name, command, budget_s, read_benchmark, part)
-
-    gpt2 = "ZeRO-1,torch compiled*,FSDP2 compiled"
-    llama = "ZeRO-1,FSDP2 compiled,torch compiled"
-    split, beside = "ZeRO-1 split recompute", "ZeRO-1,torch compiled full logits"
-    # 16 layers fit with all activations; 32 need memory options
-    alone = "--one_at_a_time"
-    layers = "--num_layers=16"
-    variants = "ZeRO-1,ZeRO-1 recompute activation,ZeRO-1 recompute full,ZeRO-1 without Triton,ZeRO-1 window 4096"
-    several, eight = "ZeRO-1,ZeRO-1 window 4096", ("--micro_batches=8", "--steps_per_turn=1")
-    rounded = "ZeRO-1,ZeRO-1 fp8 tensorwise,ZeRO-1 fp8 rowwise,ZeRO-1 int8"
-    few = (alone, "--num_layers=6", "--steps_per_turn=6")
     return [
         Step("sanity", pytest_sanity, 40, read_tests),
         Step(
@@ -123,45 +104,54 @@ def steps(parallel_tests: int) -> list[Step]:
         Step("flex_attention tests", pytest_flex, 120, read_tests),
         Step("ceilings", (*OPS, "--ceilings", "--output={output}"), 40, read_output, PARTS[1]),
         Step("ops", (*OPS, "--output={output}"), 120, read_output, PARTS[1]),
-        table("variants", "mistral-7b", variants, 2, 85, *few, part=PARTS[1]),
-        table("fp8", "mistral-7b", rounded, 2, 70, *few, part=PARTS[1]),
-        table(
-            "deterministic", "mistral-7b", "ZeRO-1,ZeRO-1 deterministic", 2, 50, *few, part=PARTS[1]
-        ),
-        table(
-            "mistral-7b",
-            "mistral-7b",
-            f"{split} activation,{split} quarter,ZeRO-3 recompute full",
-            2,
-            130,
-            alone,
-        ),
-        table("mistral-7b 16 layers", "mistral-7b", "ZeRO-1,ZeRO-3", 3, 50, alone, layers),
+        table("variants", 85, f"{SIX} --only='{_VARIANTS}'", PARTS[1]),
+        table("fp8", 70, f"{SIX} --only='{_ROUNDED}'", PARTS[1]),
+        table("deterministic", 50, f"{SIX} --only='ZeRO-1,ZeRO-1 deterministic'", PARTS[1]),
+        table("mistral-7b", 130, f"{ALONE} --turns=2 --only='{_WHOLE}'"),
+        # 16 layers fit with all activations; 32 need memory options.
+        table("mistral-7b 16 layers", 50, f"{SIXTEEN} --turns=3 --only=ZeRO-1,ZeRO-3"),
         # Eight micro-batches spread the update over eight times the tokens.
-        table("mistral-7b 16 layers x 8", "mistral-7b", several, 2, 120, alone, layers, *eight),
+        table(
+            "mistral-7b 16 layers x 8",
+            120,
+            f"{SIXTEEN} --turns=2 --micro_batches=8 --steps_per_turn=1"
+            " --only='ZeRO-1,ZeRO-1 window 4096'",
+        ),
         table(
             "profile",
-            "mistral-7b",
-            "ZeRO-1",
-            2,
             40,
-            "--num_layers=6",
-            "--steps_per_turn=2",
-            "--profile",
+            "--model=mistral-7b --num_layers=6 --turns=2 --steps_per_turn=2 --profile --only=ZeRO-1",
         ),
-        table("gpt2-124m", "gpt2-124m", gpt2, 5, 150, "--steps_per_turn=8", part=PARTS[3]),
+        table(
+            "gpt2-124m",
+            150,
+            "--model=gpt2-124m --turns=5 --steps_per_turn=8"
+            " --only='ZeRO-1,torch compiled*,FSDP2 compiled'",
+            PARTS[3],
+        ),
         table(
             "profile gpt2-124m",
-            "gpt2-124m",
-            beside,
-            2,
             70,
-            "--steps_per_turn=4",
-            "--profile",
-            part=PARTS[3],
+            "--model=gpt2-124m --turns=2 --steps_per_turn=4 --profile"
+            " --only='ZeRO-1,torch compiled full logits'",
+            PARTS[3],
         ),
-        table("llama-3-8b-8l", "llama-3-8b-8l", llama, 3, 150, alone, part=PARTS[3]),
+        table(
+            "llama-3-8b-8l",
+            150,
+            "--model=llama-3-8b-8l --one_at_a_time --turns=3"
+            " --only='ZeRO-1,FSDP2 compiled,torch compiled'",
+            PARTS[3],
+        ),
     ]
+
+
+def table(name: str, budget_s: float, flags: str, part: str = PARTS[2]) -> Step:
+    """Return a step of the training benchmark. flags: as typed."""
+    words = ("-m", "scripts.benchmarks.training", "--device=cuda", "--dtype=bf16")
+    return Step(
+        name, (*words, *shlex.split(flags), "--output={output}"), budget_s, read_benchmark, part
+    )
 
 
 # -- readers

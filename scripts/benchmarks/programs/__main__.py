@@ -52,7 +52,7 @@ TIMEOUT_S = 300.0  # a program without a step for so long has failed
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line and fill in the sizes of the model."""
-    parser = measuring_parser(__doc__, ranks=1, turns=6, steps_per_turn=20)
+    parser = measuring_parser(__doc__, in_quiet=True, ranks=1, turns=6, steps_per_turn=20)
     add = parser.add_argument
     add_sizes(parser, ["gpt2-11m", "llama-39m"])
     add(
@@ -71,11 +71,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=tuple(processor.ISAS),
         default="all",
         help="instruction sets of the libraries: all, or none after AVX2",
-    )
-    add(
-        "--max_others",
-        type=float,
-        help="count only turns in which other programs used at most this share of cores",
     )
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")
     add("--picotron", type=Path, help="a checkout of picotron")

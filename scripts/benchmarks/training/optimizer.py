@@ -166,14 +166,9 @@ def measure(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = measuring_parser(__doc__, threads=1, turns=15, steps_per_turn=3)
+    parser = measuring_parser(__doc__, in_quiet=True, threads=1, turns=15, steps_per_turn=3)
     add_sizes(parser, ["llama-39m"])
     parser.add_argument("--only", default="", help="run rows whose names contain this text")
-    parser.add_argument(
-        "--max_others",
-        type=float,
-        help="count only turns during which other processes used less of the CPUs",
-    )
     options = parser.parse_args(argv)
     set_sizes(options)
     return options

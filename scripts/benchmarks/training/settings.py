@@ -93,6 +93,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
     """Parse the command line of the benchmark and fill in the sizes of the model."""
     parser = measuring_parser(
         description,
+        in_quiet=True,
         turns=8,
         steps_per_turn=3,
         micro_batches=1,
@@ -121,11 +122,6 @@ def parse(argv: Sequence[str], description: str | None = None) -> argparse.Names
         "--one_at_a_time",
         action="store_true",
         help="build, warm up, time and free each row in every round, where all do not fit a GPU",
-    )
-    add(
-        "--max_others",
-        type=float,
-        help="count only turns in which other processes used at most this share of CPUs",
     )
     add("--profile", action="store_true", help="profile more turns, by kind of operation or kernel")
     add("--only", default="", help="comma-separated rows; * and ? are wildcards")
