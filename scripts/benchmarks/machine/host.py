@@ -97,9 +97,7 @@ def micro_batches(
     return [MicroBatch(inputs, labels, scale, seed) for inputs, labels in tokens]
 
 
-def step_seconds(
-    options: dict[str, Any], device: torch.device, steps: int = STEPS
-) -> tuple[Config, float]:
+def step_seconds(options: dict[str, Any], device: torch.device) -> tuple[Config, float]:
     """Return a model's configuration, and its shortest step time on random tokens without data
     loading and logs."""
     config, model, optimizer = single_rank_model(options, device)
@@ -107,7 +105,7 @@ def step_seconds(
     count = config.batch.batch_size * config.batch.sequence_length
     times = []
     clock = clock_of(device)
-    for step in range(WARM_UP + steps):
+    for step in range(WARM_UP + STEPS):
         batches = micro_batches(config, device, optimizer.loss_scale.scale / count, step)
         start_s = clock()
         loss = model.forward_backward(batches)

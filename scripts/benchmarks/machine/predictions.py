@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.run.host import prepare_libraries
 
@@ -27,15 +27,17 @@ import torch
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.config import unflatten
 from megatron_lite.distributed import startup
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.planner.plan import make_plan
 from megatron_lite.planner.speeds import Speeds, read_speeds
-from megatron_lite.planner.work_time import StepTime, predict_step
+from megatron_lite.planner.work_time import predict_step
 from scripts.benchmarks.machine.__main__ import measure
 from scripts.benchmarks.machine.host import step_seconds
 from scripts.benchmarks.pipeline import write_json
 from scripts.benchmarks.training.settings import GPT2, LLAMA, Sizes
 from scripts.docs.tables import markdown_table, with_tables, write_documents
 
+TOLERANCE = 0.15
 MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "GPT-2, 0.8M": (Sizes(3, 128, 4, 4, 512, 1000, 128, 8), GPT2),
     "GPT-2, 11M": (Sizes(6, 384, 6, 6, 1536, 256, 256, 8), GPT2),
@@ -44,19 +46,6 @@ MODELS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "Llama, 28M, long samples": (Sizes(4, 640, 10, 2, 1728, 8192, 2048, 1), LLAMA),
     "Llama, 39M": (Sizes(8, 512, 8, 2, 1408, 16384, 256, 2), LLAMA),
 }
-
-
-class Comparison(NamedTuple):
-    """The predicted and measured step of one model."""
-
-    name: str
-    predicted: StepTime
-    measured_s: float
-
-    @property
-    def ratio(self) -> float:
-        """The predicted time over the measured one."""
-        return self.predicted.seconds / self.measured_s
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -70,51 +59,35 @@ def options_of(name: str) -> dict[str, Any]:
     }
 
 
-def compare(speeds: Speeds, steps: int) -> Iterator[Comparison]:
-    """Time and predict the step of each model."""
-    for name in MODELS:
-        config, seconds = step_seconds(options_of(name), torch.device("cpu"), steps)
-        yield Comparison(name, predict_step(make_plan(config, 1, "cpu"), speeds), seconds)
-
-
-def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    header = ["model", "measured, ms", "predicted, ms", "predicted / measured"]
-    parts = list(comparisons[0].predicted.parts)
-    rows = [
-        [
-            item.name,
-            f"{item.measured_s * 1e3:,.0f}",
-            f"{item.predicted.seconds * 1e3:,.0f}",
-            f"{item.ratio:.2f}",
-            *(f"{item.predicted.parts[part] / item.predicted.seconds:.0%}" for part in parts),
-        ]
-        for item in comparisons
-    ]
-    return markdown_table([*header, *parts], rows)
+def measured(threads: int, distributed: Distributed) -> Speeds:
+    """Measure this machine's speeds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.json"
+        write_json(path, measure(["fp32"], distributed, threads))
+        return read_speeds(path)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, predict, print; return the exit code: 1 if a prediction misses by more than
-    --tolerance."""
+    TOLERANCE."""
     parser = ScriptParser(prog="predictions", description=__doc__)
-    parser.add_argument("--speeds", type=Path, help="file of speeds; default: measure them first")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--steps", type=int, default=8, help="timed steps of each model; the shortest counts"
-    )
-    parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--output", type=Path, help="document whose table to replace")
     options = parser.parse_args(argv)
     distributed = startup.initialize(unflatten({"device": "cpu"}).distributed)
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.speeds or Path(folder) / "machine.json"
-        if options.speeds is None:
-            write_json(path, measure(["fp32"], distributed, options.threads))
-        speeds = read_speeds(path)
-    comparisons = list(compare(speeds, options.steps))
-    lines = table(comparisons)
+    speeds = measured(options.threads, distributed)
+    rows = []
+    ratios = []
+    for name in MODELS:
+        config, seconds = step_seconds(options_of(name), torch.device("cpu"))
+        step = predict_step(make_plan(config, 1, "cpu"), speeds)
+        ratios.append(step.seconds / seconds)
+        times = [f"{seconds * 1e3:,.0f}", f"{step.seconds * 1e3:,.0f}", f"{ratios[-1]:.2f}"]
+        shares = [f"{part / step.seconds:.0%}" for part in step.parts.values()]
+        rows.append([name, *times, *shares])
+    head = ["model", "measured, ms", "predicted, ms", "predicted / measured", *step.parts]
+    lines = markdown_table(head, rows)
     print("\n".join([*lines, "", speeds.device]))
     if options.output is not None:
         tables = {"predictions": lambda: lines}
@@ -122,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             {options.output: lambda text: with_tables(text, tables, separated=False)}, False, ""
         )
     distributed.close()
-    return int(any(abs(item.ratio - 1) > options.tolerance for item in comparisons))
+    return int(any(abs(ratio - 1) > TOLERANCE for ratio in ratios))
 
 
 if __name__ == "__main__":
