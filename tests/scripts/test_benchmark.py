@@ -4,7 +4,6 @@ promised."""
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,8 +14,7 @@ import pytest
 
 from scripts.benchmarks import checkpoint, data, pipeline, preparing
 from scripts.benchmarks.commands import TORCHRUN
-from scripts.benchmarks.programs import contestants
-from scripts.benchmarks.training import memory, optimizer, profile, report, settings
+from scripts.benchmarks.training import optimizer, profile, report
 from tests.support import warm_python
 from tests.support.launch import free_port
 
@@ -213,57 +211,6 @@ def test_json_has_the_keys_that_are_promised(result: dict[str, Any]) -> None:
     assert result["rows"]["DDP"]["ratios"]["DDP"]["values"] == [1.0] * 2
 
 
-# A command of docs/benchmarks.md, and the table below it.
-BLOCK = re.compile(r"^```bash\n([^`]*)\n```\n\n((?:\|[^\n]*\n)+)", re.M)
-COMMANDS = [
-    (shlex.split(command.replace("\\\n", "")), re.findall(r"^\| ([^|]*) \|", table, re.M)[2:])
-    for command, table in BLOCK.findall((ROOT / "docs" / "benchmarks.md").read_text("utf-8"))
-]
-
-
-def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints,
-    data, preparing and programs; reports and other races have tests of their own."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 12 and text.count("```bash\n") == 18
-    assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
-
-
-def test_commands_of_the_document_make_its_tables() -> None:
-    """Every command is legal, and selects the rows of the table below it."""
-    for command, names in COMMANDS:
-        module = command.index("-m") + 1
-        program, arguments = command[module].rpartition(".")[2], command[module + 1 :]
-        if program == "optimizer":
-            assert optimizer.parse(arguments).threads in (1, 2) and len(names) == len(
-                optimizer.ROWS
-            )
-        elif program == "memory":
-            options, rows = memory.choose(arguments)
-            assert options.ranks == 2 and rows == names
-        elif program == "checkpoint":
-            assert checkpoint.parse(arguments).turns == 8
-            assert [name for name in names if " / " not in name] == [
-                *checkpoint.SAVES,
-                *checkpoint.LOADS,
-            ]
-        elif program == "data":
-            assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
-        elif program == "programs":
-            assert arguments[0] == "--nanogpt=DIR" and {"nanoGPT helped", *names} <= {
-                *contestants.PROGRAMS
-            }
-        elif program == "preparing":
-            assert names == preparing.parse(arguments).rows.split(",")
-        else:
-            rows = list(
-                settings.chosen(
-                    settings.parse(arguments), int(command[1].removeprefix("--nproc-per-node="))
-                )
-            )
-            assert rows == names, command
-
-
 def test_memory_and_traffic_of_the_engine(result: dict[str, Any]) -> None:
     """ZeRO-1 has 8 + 8 / N bytes per parameter and moves every parameter out of every rank twice;
     accumulation that is breadth-first saves traffic."""
@@ -359,8 +306,7 @@ def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
         f"--folder={folder}",
     ]
     text, result = run([*program, "--mib=32", "--turns=1", "--step_s=0"], tmp_path / "results.json")
-    rows = next(names for command, names in COMMANDS if "scripts.benchmarks.checkpoint" in command)
-    assert [name for name in rows if " / " not in name] == list(result["rows"])
+    assert list(result["rows"]) == [*checkpoint.SAVES, *checkpoint.LOADS]
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
 
 
