@@ -1,5 +1,4 @@
-"""Files in blocks, each with a CRC-32 that is computed on writing and checked on reading; folders
-that survive crashes.
+"""Tensors in files, and folders that survive crashes.
 
 Reading any bytes of a checkpoint reads and checks the blocks that contain them. This module writes
 ordinary safetensors files (a length, a JSON header, raw little-endian values) in one pass: without
@@ -15,106 +14,31 @@ import json
 import logging
 import math
 import os
-import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.decoding import PositiveCount, Rule
+from megatron_lite.checkpoint.blocks import BLOCK_BYTES, DIFFERS, SHORTER, BlockSums, SavedFile
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
 from megatron_lite.checkpoint.rotation import pinned
-from megatron_lite.errors import DamagedError, shorten
+from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
-from megatron_lite.tiles import Tile
 
 logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
-BLOCK_BYTES = 2**20  # written or read, then summed while still in the cache
 LARGEST_BLOCK_BYTES = (
     CHUNK_BYTES  # most that a reader holds in memory; older versions have larger blocks
 )
 AHEAD_BYTES = 32 * 2**20  # read-ahead of the disk while a processor sums earlier blocks
 FLUSH_BYTES = 16 * 2**20  # written back at a time, so that little is left for the final sync
-_DIFFERS = "its checksum does not match: it is damaged or belongs to another save"
-_SHORTER = "it became shorter while it was read"
-
-HexDigits = Annotated[
-    str, Rule("hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]*", text) is not None)
-]
-
-
-class SavedFile(NamedTuple):
-    """The size of a file and the checksums of its blocks."""
-
-    size: PositiveCount  # bytes
-    block_bytes: (
-        PositiveCount  # of each block but the last; in manifest versions 3 to 5 a file is one block
-    )
-    crc32: HexDigits  # of the blocks, 8 digits each
-
-    @property
-    def blocks(self) -> range:
-        """All block numbers."""
-        return self.blocks_around(0, self.size)
-
-    def blocks_around(self, start: int, end: int) -> range:
-        """Return the numbers of the blocks that contain bytes [start, end)."""
-        return range(start // self.block_bytes, -(-end // self.block_bytes))
-
-    def block(self, index: int) -> tuple[int, int, int]:
-        """Return a block's start, end and CRC-32."""
-        start, crc32 = index * self.block_bytes, self.crc32[8 * index : 8 * index + 8]
-        return start, min(start + self.block_bytes, self.size), int(crc32, 16)
-
-
-class Slice(NamedTuple):
-    """A tile of a parameter: `num_bytes` at byte `offset` of `file`, starting with element
-    `first`."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    first: int
-    run: int  # consecutive elements: the width of the tile
-
-    @property
-    def end(self) -> int:
-        """The end offset in `file`."""
-        return self.offset + self.num_bytes
-
-    def tile(self, dtype: torch.dtype, shape: Sequence[int]) -> Tile:
-        """Return the slice's tile in a parameter of this shape."""
-        return Tile(
-            self.first, self.num_bytes // dtype.itemsize // self.run, self.run, math.prod(shape[1:])
-        )
-
-
-class BlockSums:
-    """Computes the block checksums of a file while it is written."""
-
-    def __init__(self) -> None:
-        self._size, self._sums = 0, list[int]()
-
-    def add(self, data: memoryview) -> None:
-        """Add the next bytes."""
-        while data:
-            inside = self._size % BLOCK_BYTES  # bytes that the last block has already
-            part, data = data[: BLOCK_BYTES - inside], data[BLOCK_BYTES - inside :]
-            self._sums.append(zlib.crc32(part, self._sums.pop() if inside else 0))
-            self._size += len(part)
-
-    def file(self) -> SavedFile:
-        """Return the checksums of the complete file."""
-        return SavedFile(self._size, BLOCK_BYTES, "".join(f"{crc32:08x}" for crc32 in self._sums))
-
 
 # -- writing
 # -----------------------------------------------------------------------------------------------------------
@@ -125,6 +49,11 @@ class WrittenFile(NamedTuple):
 
     saved: SavedFile
     data_start: int  # offset of the first tensor's bytes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a manifest."""
+    return str(dtype).removeprefix("torch.")
 
 
 class TensorToWrite(NamedTuple):
@@ -308,7 +237,7 @@ class Files:
             block = part if is_whole else memoryview(bytearray(stop - start))
             self._fill(start, block)
             if zlib.crc32(block) != crc32:
-                raise DamagedError(f"{self._name}: {_DIFFERS}")
+                raise DamagedError(f"{self._name}: {DIFFERS}")
             self._note(number)
             if not is_whole:
                 self._block, self._block_number = block, number
@@ -323,7 +252,7 @@ class Files:
         while target:
             count = self._file.readinto(target[:BLOCK_BYTES])
             if not count:
-                raise DamagedError(f"{self._name}: {_SHORTER}")
+                raise DamagedError(f"{self._name}: {SHORTER}")
             target = target[count:]
             self._end += count
             self._read_ahead(self._file.fileno())
@@ -354,69 +283,6 @@ class Files:
         if self._file is not None:
             self._file.close()
             self._file, self._block_number = None, -1
-
-
-def check_sizes(
-    folder: Path, saved: Mapping[str, SavedFile], rank: int = 0, world_size: int = 1
-) -> None:
-    """Check that this rank's share of a checkpoint's files exists with the right sizes.
-
-    Raises:
-        DamagedError: for the first file that is missing or has another size.
-    """
-    for name, file in list(saved.items())[rank::world_size]:
-        with _open_file(folder, name, file):
-            pass
-
-
-def check_blocks(
-    folder: Path,
-    name: str,
-    file: SavedFile,
-    numbers: Iterable[int] | None = None,
-    slices: Sequence[tuple[Slice, str]] = (),
-    progress: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
-    """Check a file's size and the given blocks, by default all; read nothing else.
-
-    slices: the file's, each with its name for the message; see `Manifest.places`. progress: gets
-    the bytes of each block.
-
-    Raises:
-        DamagedError: if any differs or cannot be read.
-    """
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    with _open_file(folder, name, file) as opened:
-        for number in file.blocks if numbers is None else numbers:
-            start, end, crc32 = file.block(number)
-            place, found = opened.seek(start), 0
-            while place < end:
-                count = opened.readinto(buffer[: end - place])
-                if not count:
-                    raise DamagedError(f"{name}: {_SHORTER}")
-                place, found = place + count, zlib.crc32(buffer[:count], found)
-            if found != crc32:
-                inside = [
-                    what for piece, what in slices if piece.offset < end and start < piece.end
-                ]
-                raise DamagedError(
-                    f"{name}: {_DIFFERS}" + (f" ({shorten(inside, 1)})" if inside else "")
-                )
-            progress(end - start)
-
-
-@contextlib.contextmanager
-def _open_file(folder: Path, name: str, expected: SavedFile) -> Iterator[io.FileIO]:
-    """Open a file of the expected size; raise DamagedError also for system errors while it is
-    open."""
-    try:
-        with open_regular(folder / name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected.size:
-                raise DamagedError(f"{name}: {size:,} bytes, the manifest says {expected.size:,}")
-            yield file
-    except OSError as error:
-        raise DamagedError(f"{name}: {reason(error)}") from None
 
 
 # -- folders

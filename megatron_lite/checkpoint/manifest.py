@@ -38,30 +38,25 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
+from megatron_lite.checkpoint.blocks import SavedFile, Slice
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
-from megatron_lite.checkpoint.files import SavedFile, Slice, WrittenFile
 from megatron_lite.checkpoint.names import (
     A_LINK,
     MANIFEST_NAME,
     RANK_FILE,
     parse_json,
-    rank_file,
     read_bytes,
     reason,
 )
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options, with_current_names
 from megatron_lite.config import JsonObject
-from megatron_lite.distributed.grid import Coordinates
+from megatron_lite.config.system import DTYPES
 from megatron_lite.errors import DamagedError
-from megatron_lite.parameter import DTYPES
-from megatron_lite.zero.flat_shard import FlatShard
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 6
@@ -75,13 +70,13 @@ _CRC_LINE = re.compile(rb'"crc32": ([0-9]{1,10})\n\}\n')
 
 @dataclass(frozen=True)
 class SavedParameter:
-    dtype: torch.dtype  # of the weights
+    dtype: str  # of the weights, as torch names it
     shape: tuple[int, ...]
     slices: dict[str, list[Slice]]  # kind -> slices by first element, covering each element once
 
-    def dtype_of(self, kind: str) -> torch.dtype:
+    def dtype_of(self, kind: str) -> str:
         """Return the dtype of the elements of one of KINDS."""
-        return self.dtype if kind == "weights" else torch.float32
+        return self.dtype if kind == "weights" else "float32"
 
 
 @dataclass(frozen=True)
@@ -131,11 +126,6 @@ class Manifest:
         ]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a manifest."""
-    return str(dtype).removeprefix("torch.")
-
-
 def tensor_name(stage: int, frozen: bool, kind: str) -> str:
     """Return the name of a shard in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
     return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
@@ -144,45 +134,6 @@ def tensor_name(stage: int, frozen: bool, kind: str) -> str:
 def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
     """Return the metadata in the header of a rank's file."""
     return {"format": FORMAT, "save_id": save_id, "iteration": str(iteration), "rank": str(rank)}
-
-
-def locate_parameters(
-    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Coordinates, WrittenFile]]
-) -> dict[str, SavedParameter]:
-    """Return every parameter's slices, in the order of the model.
-
-    A file holds the shards part by part, kind by kind. Replicated elements are those of their first
-    holder.
-
-    parts: of the whole model, each with its pipeline rank. ranks: each rank's place and file.
-    """
-    parameters: dict[str, SavedParameter] = {}
-    for _, part in parts:
-        for slot in part.layout.slots:
-            empty: dict[str, list[Slice]] = {
-                kind: [] for kind in part.kinds() if part.has(kind, slot.spec)
-            }
-            parameters[slot.spec.name] = SavedParameter(
-                part.kinds()["weights"], tuple(slot.spec.shape), empty
-            )
-    for rank, (place, file) in enumerate(ranks):
-        offset = file.data_start
-        for part in [part for pipeline_rank, part in parts if pipeline_rank == place.pipeline]:
-            for kind, dtype in part.kinds().items():
-                for spec, tile in part.layout.tiles(place.data, place.tensor):
-                    if part.has(kind, spec) and tile.holders[0] == place.tensor:
-                        start, num_bytes = (
-                            count * dtype.itemsize for count in (tile.offset, tile.numel)
-                        )
-                        piece = Slice(
-                            rank_file(rank), offset + start, num_bytes, tile.first, tile.width
-                        )
-                        parameters[spec.name].slices[kind].append(piece)
-                offset += part.numel(kind) * dtype.itemsize
-    for parameter in parameters.values():
-        for pieces in parameter.slices.values():
-            pieces.sort(key=lambda piece: piece.first)
-    return parameters
 
 
 def dump(manifest: Manifest) -> str:
@@ -197,7 +148,7 @@ def dump(manifest: Manifest) -> str:
     }
     files = {name: file._asdict() for name, file in manifest.files.items()}
     parameters = {
-        name: {"dtype": dtype_name(parameter.dtype), "shape": parameter.shape, **parameter.slices}
+        name: {"dtype": parameter.dtype, "shape": parameter.shape, **parameter.slices}
         for name, parameter in manifest.parameters.items()
     }
     covered = "{\n" + "".join(
@@ -243,10 +194,8 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
     raise DamagedError(f"{MANIFEST_NAME}: {problem}")
 
 
-DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
-_DtypeName = Annotated[
-    str, Rule(" or ".join(DTYPES_BY_NAME), lambda value: value in DTYPES_BY_NAME)
-]
+_ITEMSIZES = {names.torch: names.itemsize for names in DTYPES.values()}
+_DtypeName = Annotated[str, Rule(" or ".join(_ITEMSIZES), lambda value: value in _ITEMSIZES)]
 _SliceRow = tuple[str, Count, PositiveCount, Count, PositiveCount]
 
 
@@ -314,7 +263,7 @@ def _upgrade(values: JsonObject, version: int) -> None:
         file |= {"block_bytes": file["size"], "crc32": f"{file['crc32']:08x}"}
     for parameter in values["parameters"].values():
         for kind in KINDS:
-            itemsize = DTYPES_BY_NAME[parameter["dtype"]].itemsize if kind == "weights" else 4
+            itemsize = _ITEMSIZES[parameter["dtype"]] if kind == "weights" else 4
             for piece in parameter.get(kind, ()):
                 run = piece[5] if version == 5 else piece[2] // itemsize
                 if len(piece) != version + 1 or (version > 3 and not 0 <= piece[4] < 2**32):
@@ -330,10 +279,10 @@ def _parameter(name: str, value: Any, files: Mapping[str, SavedFile]) -> SavedPa
     """
     entry = decode(_PARAMETER, value, f"parameters.{ascii(name[:80])[1:-1]}")
     slices = {kind: [Slice(*row) for row in entry[kind]] for kind in KINDS if kind in entry}
-    parameter = SavedParameter(DTYPES_BY_NAME[entry["dtype"]], tuple(entry["shape"]), slices)
+    parameter = SavedParameter(entry["dtype"], tuple(entry["shape"]), slices)
     total, row = math.prod(parameter.shape), math.prod(parameter.shape[1:])
     for kind, pieces in slices.items():
-        itemsize, covered = parameter.dtype_of(kind).itemsize, 0
+        itemsize, covered = _ITEMSIZES[parameter.dtype_of(kind)], 0
         what = f"parameter {name[:200]!r}: the slices of {kind}"
         has_columns = any(piece.run * itemsize != piece.num_bytes for piece in pieces)
         for piece in pieces:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.blocks import check_blocks
 from megatron_lite.checkpoint.files import logger
 from megatron_lite.checkpoint.history import history_of, shared_iterations
 from megatron_lite.checkpoint.manifest import Manifest
@@ -249,7 +250,7 @@ class Mirror:
             for file_name, file in manifest.read(temporary).files.items():
                 with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
                     self._remote.download(f"{name}/{file_name}", temporary / file_name)
-                files.check_blocks(temporary, file_name, file)
+                check_blocks(temporary, file_name, file)
             self._restore_records()
             sync_files(temporary)
             files.publish(temporary, folder, lambda folder: False)

@@ -1,5 +1,4 @@
-"""Load checkpoints of `writing.Save` into a model of any layout, verifying them on the way; or
-verify them alone.
+"""Load checkpoints of `writing.Save` into a model of any layout, verifying them on the way.
 
 The manifest maps every element of every parameter to its place, so any world size, tensor-parallel
 size, ZeRO stage, number of layers per stage and choice of frozen parameters can load any other. A
@@ -20,23 +19,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.blocks import Slice, check_blocks, check_sizes
 from megatron_lite.checkpoint.compatibility import keeps_moments, saved_optimizer
-from megatron_lite.checkpoint.files import Files, Slice
-from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter, dtype_name
-from megatron_lite.checkpoint.names import (
-    MANIFEST_NAME,
-    OUR_FILE,
-    open_regular,
-    parse_json,
-    rank_file,
-    reason,
-)
+from megatron_lite.checkpoint.files import Files, dtype_name
+from megatron_lite.checkpoint.manifest import MOMENTS, Manifest, SavedParameter
+from megatron_lite.checkpoint.names import MANIFEST_NAME
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.distributed.agreement import first_problem, together
 from megatron_lite.distributed.process_group import Distributed
@@ -45,8 +37,6 @@ from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Overlap, Tile, overlaps
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
-
-LARGEST_HEADER_BYTES = 2**27  # of a rank's file
 
 
 def load_first_good(
@@ -132,7 +122,7 @@ def open_checkpoint(
     def look() -> None:
         nonlocal content
         content = manifest.read(folder, iteration)
-        files.check_sizes(folder, content.files, distributed.rank, distributed.world_size)
+        check_sizes(folder, content.files, distributed.rank, distributed.world_size)
 
     problem = first_problem(distributed, look)
     if problem is None and len(set(distributed.gather_objects(content and content.save_id))) > 1:
@@ -168,7 +158,7 @@ def fill_verified(
                 for ends in by_file.get(name, ())
                 for number in range(*ends)
             }
-            files.check_blocks(
+            check_blocks(
                 folder, name, file, [number for number in file.blocks if number not in done]
             )
 
@@ -197,8 +187,8 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
                 without_moments[" and ".join(missing)] += 1
             if has_averages and "average" in kinds and "average" not in saved.slices:
                 num_without_average += 1
-            if kinds["weights"] not in (saved.dtype, torch.float32):
-                rounded[f"{dtype_name(saved.dtype)} to {dtype_name(kinds['weights'])}"] += 1
+            if (rounded_to := dtype_name(kinds["weights"])) not in (saved.dtype, "float32"):
+                rounded[f"{saved.dtype} to {rounded_to}"] += 1
     lines = [
         f"{number} of {total} parameter tensors have no {missing} there (they were frozen, or trained with another "
         "--optimizer): these start at zero"
@@ -267,11 +257,11 @@ def read_elements(
         DamagedError, OSError: if a file is damaged, can no longer be read, or the slices lack some
         of these elements.
     """
-    dtype = saved.dtype_of(kind)
+    dtype = getattr(torch, saved.dtype_of(kind))
     numel_found = 0
     wanted = wanted._replace(offset=0)
     for piece in saved.slices[kind]:
-        for overlap in overlaps(wanted, piece.tile(dtype, saved.shape)):
+        for overlap in overlaps(wanted, piece.tile(dtype.itemsize, saved.shape)):
             read_overlap(opened, piece, dtype, overlap, target)
             numel_found += overlap.wanted.numel
     if numel_found != target.numel():
@@ -298,89 +288,13 @@ def read_overlap(
         wanted.view(target)[top : top + len(values)] = values[:, column : column + saved.width]
 
 
-# -- without a model
-# --------------------------------------------------------------------------------------------------
-
-
-class Inspection(NamedTuple):
-    """Findings about one checkpoint, which is good if there are no problems."""
-
-    num_bytes: int | None  # total file size by the manifest; None: no usable manifest
-    # saved by: "8", "4x2" (data x tensor-parallel), or "2x4x1" with 2 pipeline ranks
-    ranks: str | None
-    problems: list[str]
-    remarks: list[str]  # harmless
-
-
-def inspect(folder: Path, values: bool = False) -> Inspection:
-    """Check a checkpoint with little memory.
-
-    values: also look for values that are not finite; reads the files a second time.
-    """
-    try:
-        content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-    except DamagedError as error:
-        return Inspection(None, None, [str(error)], [])
-    problems, places = [], content.places()
-    num_bytes = sum(file.size for file in content.files.values())
-    with ByteProgress(f"verifying {folder}", num_bytes * (1 + values)) as progress:
-        for rank, (name, file) in enumerate(content.files.items()):
-            slices = places.get(name, [])
-            try:
-                files.check_blocks(folder, name, file, slices=slices, progress=progress.add)
-                _check_header(folder, rank, name, content, slices)
-            except DamagedError as error:
-                problems.append(str(error))
-        if values and not problems:
-            problems += _not_finite(folder, content, progress)
-    others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
-    remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    pipeline, data, tensor = content.grid.values()
-    ranks = (
-        f"{pipeline}x{data}x{tensor}"
-        if pipeline > 1
-        else str(data)
-        if tensor == 1
-        else f"{data}x{tensor}"
-    )
-    return Inspection(num_bytes, ranks, problems, remarks)
-
-
-def _check_header(
-    folder: Path, rank: int, name: str, content: Manifest, slices: Sequence[tuple[Slice, str]]
-) -> None:
-    """Check that a file's header names this save, and that no slice overlaps the header.
-
-    Raises:
-        DamagedError: if it does not.
-    """
-    try:
-        with open_regular(folder / name) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > LARGEST_HEADER_BYTES:
-                raise DamagedError(f"{name}: its header is too long")
-            header = parse_json(file.read(length))
-    except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise DamagedError(f"{name}: its header is not readable ({said})") from None
-    wanted = manifest.file_metadata(content.save_id, content.iteration, rank)
-    if (
-        name != rank_file(rank)
-        or not isinstance(header, dict)
-        or header.get("__metadata__") != wanted
-    ):
-        raise DamagedError(f"{name}: it belongs to another save, iteration or rank")
-    if any(piece.offset < 8 + length for piece, _ in slices):
-        raise DamagedError(f"{name}: a slice of the manifest reaches into its header")
-
-
-def _not_finite(folder: Path, content: Manifest, progress: ByteProgress) -> list[str]:
+def not_finite(folder: Path, content: Manifest, progress: ByteProgress) -> list[str]:
     """List the parameters with infinite or NaN values."""
     problems = []
     with contextlib.closing(Files(folder)) as opened:
         for name, parameter in content.parameters.items():
             for kind, pieces in parameter.slices.items():
-                dtype = parameter.dtype_of(kind)
+                dtype = getattr(torch, parameter.dtype_of(kind))
                 for piece in pieces:
                     for offset in range(piece.offset, piece.end, files.CHUNK_BYTES):
                         num_bytes = min(files.CHUNK_BYTES, piece.end - offset)

@@ -34,14 +34,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.checkpoint.files import (
-    SavedFile,
-    TensorToWrite,
-    WrittenFile,
-    check_sizes,
-    logger,
-)
-from megatron_lite.checkpoint.manifest import Manifest, tensor_name
+from megatron_lite.checkpoint.blocks import SavedFile, Slice, check_sizes
+from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile, dtype_name, logger
+from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, tensor_name
 from megatron_lite.checkpoint.names import (
     MANIFEST_NAME,
     is_folder,
@@ -52,6 +47,7 @@ from megatron_lite.checkpoint.names import (
 )
 from megatron_lite.config import Config, flatten
 from megatron_lite.distributed.agreement import together, write_together
+from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, OutOfMemoryError
 from megatron_lite.kernels.weight_shard import weights_of
@@ -168,7 +164,7 @@ class Save:
             config=flatten(self._config),
             state=self._state,
             files={rank_file(rank): file.saved for rank, file in enumerate(written)},
-            parameters=manifest.locate_parameters(
+            parameters=locate_parameters(
                 [(rank_of[stage], part) for stage, part in parts],
                 list(zip(self._distributed.places, written, strict=True)),
             ),
@@ -212,7 +208,7 @@ def write_now(save: Save) -> int:
 
 
 def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
-    """List a rank's shards in the order of `manifest.locate_parameters`; writing reads them one at
+    """List a rank's shards in the order of `locate_parameters`; writing reads them one at
     a time.
 
     parts: with their stages.
@@ -226,6 +222,45 @@ def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
             name, read = tensor_name(index, part.frozen, kind), partial(part.read, kind)
             found.append(TensorToWrite(name, dtype, (part.numel(kind),), read))
     return found
+
+
+def locate_parameters(
+    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Coordinates, WrittenFile]]
+) -> dict[str, SavedParameter]:
+    """Return every parameter's slices, in the order of the model.
+
+    A file holds the shards part by part, kind by kind. Replicated elements are those of their first
+    holder.
+
+    parts: of the whole model, each with its pipeline rank. ranks: each rank's place and file.
+    """
+    parameters: dict[str, SavedParameter] = {}
+    for _, part in parts:
+        for slot in part.layout.slots:
+            empty: dict[str, list[Slice]] = {
+                kind: [] for kind in part.kinds() if part.has(kind, slot.spec)
+            }
+            parameters[slot.spec.name] = SavedParameter(
+                dtype_name(part.kinds()["weights"]), tuple(slot.spec.shape), empty
+            )
+    for rank, (place, file) in enumerate(ranks):
+        offset = file.data_start
+        for part in [part for pipeline_rank, part in parts if pipeline_rank == place.pipeline]:
+            for kind, dtype in part.kinds().items():
+                for spec, tile in part.layout.tiles(place.data, place.tensor):
+                    if part.has(kind, spec) and tile.holders[0] == place.tensor:
+                        start, num_bytes = (
+                            count * dtype.itemsize for count in (tile.offset, tile.numel)
+                        )
+                        piece = Slice(
+                            rank_file(rank), offset + start, num_bytes, tile.first, tile.width
+                        )
+                        parameters[spec.name].slices[kind].append(piece)
+                offset += part.numel(kind) * dtype.itemsize
+    for parameter in parameters.values():
+        for pieces in parameter.slices.values():
+            pieces.sort(key=lambda piece: piece.first)
+    return parameters
 
 
 def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_lite.checkpoint.inspection import Inspection, inspect
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
-from megatron_lite.checkpoint.reading import Inspection, inspect
 from megatron_lite.checkpoint.rotation import ATTEMPTS, pinned
 from megatron_lite.cli.script_parser import ScriptParser
 from megatron_lite.errors import EXIT_DONE, CheckpointError, RotatedError, RunError, UsageError

@@ -23,17 +23,18 @@ from megatron_lite.config.option import (
 
 
 class DtypeNames(NamedTuple):
-    """A dtype's names in other programs."""
+    """A dtype's names in other programs, and its size."""
 
     torch: str  # also in manifest.json and config.json
     safetensors: str
+    itemsize: int  # bytes
 
 
 DTYPES: Mapping[str, DtypeNames] = MappingProxyType(
     {
-        "fp32": DtypeNames("float32", "F32"),
-        "bf16": DtypeNames("bfloat16", "BF16"),
-        "fp16": DtypeNames("float16", "F16"),
+        "fp32": DtypeNames("float32", "F32", 4),
+        "bf16": DtypeNames("bfloat16", "BF16", 2),
+        "fp16": DtypeNames("float16", "F16", 2),
     }
 )
 DTYPE_ALIASES = {

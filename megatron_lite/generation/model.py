@@ -1,4 +1,4 @@
-"""A model in one process: load it, name it on a command line, and measure its loss on given tokens.
+"""A model in one process: load it, and measure its loss on given tokens.
 
     nats = sum of -ln p(token | earlier tokens of its sample)        loss = nats / tokens        perplexity = exp(loss)
     bits per byte = nats / ln 2 / bytes of UTF-8 of the tokens' text
@@ -11,7 +11,6 @@ no bytes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +26,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_lite.checkpoint import files
-from megatron_lite.config.system import DTYPE_ALIASES
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.huggingface.load_pretrained import open_source
-from megatron_lite.huggingface.weight_source import WeightSource
+from megatron_lite.huggingface.weight_source import WeightSource, fill
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.choice import REFERENCES, failure
 from megatron_lite.model.gpt import build_gpt, shapes_of
-from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.parameter import DTYPES, Parameter
+from megatron_lite.model.layer import MicroBatch
+from megatron_lite.parameter import DTYPES
 from megatron_lite.run.launch import thread_limit
-from megatron_lite.tiles import Tile
 
 UNKNOWN_LENGTH = 2048  # of samples of a model that does not say how it was trained
 
@@ -99,18 +96,6 @@ class LocalModel:
             hidden = layer(hidden, micro_batch)
         assert hidden is not None
         return hidden
-
-
-def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) -> None:
-    """Read the parameters of a layer one by one into tensors of `memory(numel)`."""
-    for module in layer.modules():
-        for attribute, declared in list(module.named_parameters(recurse=False)):
-            spec = cast(Parameter, declared).spec
-            values = memory(spec.numel)
-            source.read(spec.name, Tile.run(0, spec.numel), values)
-            parameter = Parameter(values.view(spec.shape), requires_grad=False)
-            parameter.spec = spec
-            setattr(module, attribute, parameter)
 
 
 def choose_device(name: str) -> torch.device:
@@ -176,49 +161,6 @@ def common_length(folders: Sequence[Path], weights: str) -> int:
             )
     most = [] if any(length for length, _ in found) else [UNKNOWN_LENGTH]
     return min(most + [length or positions for length, positions in found])
-
-
-def folder(text: str) -> Path:
-    """Parse a path; the shell does not expand the ~ in --model=~/folder."""
-    return Path(text).expanduser()
-
-
-def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the shared options, for `parents=[...]`. count: of models, as `nargs` of
-    argparse."""
-
-    parser = argparse.ArgumentParser(add_help=False)
-    add = parser.add_argument
-    add(
-        "--model",
-        type=folder,
-        nargs=count,
-        required=True,
-        help="export, checkpoint, Hugging Face folder, or folder of a run",
-    )
-    add(
-        "--tokenizer_file",
-        help="tokenizer.json, or byte (default: the model's own, or that of its training)",
-    )
-    add(
-        "--weights",
-        choices=("raw", "average"),
-        default="raw",
-        help="average: the averaged weights in a checkpoint of a run with --ema_type (default: raw)",
-    )
-    add(
-        "--dtype",
-        type=lambda text: DTYPE_ALIASES.get(text, text),
-        choices=DTYPES,
-        help="dtype of the weights (default: fp32 on a CPU, bf16 on a GPU)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="(default: a GPU if there is one)",
-    )
-    return parser
 
 
 @dataclass

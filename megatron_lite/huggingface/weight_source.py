@@ -13,19 +13,20 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint.blocks import Slice, check_blocks, check_sizes
 from megatron_lite.checkpoint.compatibility import FREE
 from megatron_lite.checkpoint.decoding import decode
-from megatron_lite.checkpoint.files import Files, Slice
+from megatron_lite.checkpoint.files import Files
 from megatron_lite.checkpoint.manifest import SavedParameter
 from megatron_lite.checkpoint.names import open_regular, parse_json, reason
 from megatron_lite.checkpoint.reading import read_elements, read_overlap
@@ -37,7 +38,8 @@ from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.config_file import TRAINING_KEY
 from megatron_lite.huggingface.origin import read_origin
 from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
-from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
+from megatron_lite.model.layer import Layer
+from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES, Parameter
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Tile, overlaps, rectangles
 
@@ -137,6 +139,18 @@ def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tenso
     return values
 
 
+def fill(layer: Layer, source: WeightSource, memory: Callable[[int], Tensor]) -> None:
+    """Read the parameters of a layer one by one into tensors of `memory(numel)`."""
+    for module in layer.modules():
+        for attribute, declared in list(module.named_parameters(recurse=False)):
+            spec = cast(Parameter, declared).spec
+            values = memory(spec.numel)
+            source.read(spec.name, Tile.run(0, spec.numel), values)
+            parameter = Parameter(values.view(spec.shape), requires_grad=False)
+            parameter.spec = spec
+            setattr(module, attribute, parameter)
+
+
 class CheckpointSource(WeightSource):
     """One of our checkpoints. With `average`, reads running averages instead of weights, except of
     frozen parameters.
@@ -153,7 +167,7 @@ class CheckpointSource(WeightSource):
     def __init__(self, folder: Path, average: bool = False, state: bool = False) -> None:
         super().__init__(folder)
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
-        files.check_sizes(folder, self.content.files)
+        check_sizes(folder, self.content.files)
         self.iteration, config = self.content.iteration, self.content.config
         self.model = model_folder.resolved_model(
             model_folder.checkpoint_values(config, str(folder)), str(folder)
@@ -205,9 +219,7 @@ class CheckpointSource(WeightSource):
                         for piece, _ in slices
                         for number in file.blocks_around(piece.offset, piece.end)
                     }
-                    files.check_blocks(
-                        self.folder, name, file, sorted(numbers), slices, progress.add
-                    )
+                    check_blocks(self.folder, name, file, sorted(numbers), slices, progress.add)
         except DamagedError as error:
             self._files.check()
             return str(error)

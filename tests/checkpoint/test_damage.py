@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import files, manifest, retention
+from megatron_lite.checkpoint import blocks, manifest, reading, retention
 from megatron_lite.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_writing import SPECS, load, names, newest, save
 from tests.support.fakes import random_values, same
@@ -135,16 +135,16 @@ def test_a_file_that_shrinks_after_its_check_is_found(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank falls back, even if only one of them reads the end of the file."""
-    real_check = files.check_sizes
+    real_check = blocks.check_sizes
 
     def check(
-        folder: Path, saved: Mapping[str, files.SavedFile], rank: int, world_size: int
+        folder: Path, saved: Mapping[str, blocks.SavedFile], rank: int, world_size: int
     ) -> None:
         real_check(folder, saved, rank, world_size)
         if folder.name == "20" and rank == 1:
             os.truncate(folder / "rank_001.safetensors", saved["rank_001.safetensors"].size - 4)
 
-    monkeypatch.setattr(files, "check_sizes", check)
+    monkeypatch.setattr(reading, "check_sizes", check)
     expect_fallback(root, "it became shorter while it was read", world_size=3)
 
 

@@ -120,7 +120,7 @@ def read_all(folder: Path) -> Contents:
     contents: Contents = {}
     for name, kind, values in saved_values(folder):
         parameter = content.parameters[name]
-        flat = torch.frombuffer(bytearray(values), dtype=parameter.dtype_of(kind))
+        flat = torch.frombuffer(bytearray(values), dtype=getattr(torch, parameter.dtype_of(kind)))
         contents[name, kind] = flat.view(parameter.shape)
     return contents
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import manifest
-from megatron_lite.checkpoint.reading import inspect
+from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.writing import files_bytes, shards_bytes
 from megatron_lite.huggingface.load_pretrained import open_one
 from megatron_lite.model.layer import MicroBatch

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import files, reading, resume
+from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest
-from megatron_lite.checkpoint.reading import inspect
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.load_pretrained import open_one

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import blocks, files, manifest
 from megatron_lite.errors import DamagedError
 from tests.checkpoint.test_damage import (
     AVERAGED,
@@ -31,12 +31,12 @@ from tests.support.fakes import Layout, Values, held, random_values, same
 
 
 @pytest.mark.parametrize("layout", [{}, FROZEN, AVERAGED], ids=["trained", "frozen", "averaged"])
-@pytest.mark.parametrize("num_bytes", [files.BLOCK_BYTES, 100, 8])
+@pytest.mark.parametrize("num_bytes", [blocks.BLOCK_BYTES, 100, 8])
 def test_checksums_of_files_are_those_of_their_bytes(
     layout: dict[str, Any], num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every block, the header and padding included; the last may be shorter."""
-    monkeypatch.setattr(files, "BLOCK_BYTES", num_bytes)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
     save(tmp_path, 10, 1, 3, **layout)
     for name, file in manifest.read(tmp_path / "10").files.items():
         data = (tmp_path / "10" / name).read_bytes()
@@ -171,7 +171,7 @@ def test_each_block_is_read_once(
 
     Other ranks also read the blocks around the ends of their shards.
     """
-    monkeypatch.setattr(files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     save(tmp_path, 10, 1, saving, **saved)
     load(tmp_path, loading, **layout)
     content = manifest.read(tmp_path / "10")
@@ -207,7 +207,7 @@ def test_bytes_that_tensor_parallel_ranks_read_again(
 
     With another one, rows are read once by each rank that needs some of their columns.
     """
-    monkeypatch.setattr(files, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
     save(tmp_path, 10, 1, saving[0], tensor_ranks=saving[1])
     values = load(tmp_path, loading[0], tensor_ranks=loading[1])[1]
     assert same(values, random_values(SPECS, 1))

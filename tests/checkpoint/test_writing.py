@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpoint import files, reading, retention
+from megatron_lite.checkpoint import blocks, files, reading, retention
 from megatron_lite.checkpoint.manifest import KINDS, Manifest
 from megatron_lite.checkpoint.resume import Choice, find
 from megatron_lite.checkpoint.writing import Save, write_now
@@ -171,7 +171,8 @@ def test_special_values_keep_their_bits(tmp_path: Path, monkeypatch: pytest.Monk
     """A checkpoint keeps NaN payloads, negative zero, subnormal numbers and infinities; in pieces
     of any size."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 52)
+    for module in (blocks, files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 52)
     values = random_values(SPECS, 1)
     bits = torch.tensor(
         [0x7FC12345, 0xFF800000 - 2**32, 0x80000000 - 2**32, 1, 0x7F800000], dtype=torch.int32

@@ -63,6 +63,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.endswith("\n[]\n")
 
 
+@pytest.mark.parametrize("words", ["--help", "--no_such_flag"])
+@pytest.mark.parametrize(
+    "verb", ["generate", "evaluate", "convert_checkpoint", "verify_checkpoint"]
+)
+def test_help_and_a_mistake_of_a_command_import_nothing_heavy(verb: str, words: str) -> None:
+    """A model takes torch, an explanation does not."""
+    code = (
+        f"import sys; from megatron_lite.commands import start\n"
+        f"try: start({verb!r}, [{words!r}])\n"
+        "except SystemExit as end: print(end.code, [name for name in sys.modules if name in "
+        "('torch', 'numpy', 'tokenizers', 'transformers', 'safetensors')])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.endswith(f"{0 if words == '--help' else 2} []\n")
+
+
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "pretrain_gpt"])
 def test_a_script_is_its_verb(verb: str) -> None:
     """Both run the same function; only the command in their messages differs."""

@@ -133,7 +133,7 @@ def test_flags_of_guides_exist(guide: str) -> None:
     scripts = [ROOT / "scripts" / f"{name}.py" for name in ("concatenate_dataset", "plot_schedule")]
     scripts += (ROOT / "megatron_lite" / "commands").glob("*.py")
     modules = [
-        ROOT / "megatron_lite" / name for name in ("generation/model.py", "cli/prepare_data.py")
+        ROOT / "megatron_lite" / name for name in ("cli/model_arguments.py", "cli/prepare_data.py")
     ]
     for path in (*scripts, *modules):
         known |= set(re.findall(r'"--(\w+)"', path.read_text("utf-8")))

@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import blocks, files, manifest
 from megatron_lite.checkpoint.manifest import MOMENTS
 from megatron_lite.cli.model_source import with_source
 from megatron_lite.config import unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError
-from megatron_lite.huggingface import load_pretrained
+from megatron_lite.huggingface import load_pretrained, weight_source
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import CheckpointSource
 from megatron_lite.tiles import Tile
@@ -537,7 +537,7 @@ def in_blocks_of(folder: Path, num_bytes: int) -> manifest.Manifest:
         sums = [
             f"{zlib.crc32(data[at : at + num_bytes]):08x}" for at in range(0, len(data), num_bytes)
         ]
-        content.files[name] = files.SavedFile(len(data), num_bytes, "".join(sums))
+        content.files[name] = blocks.SavedFile(len(data), num_bytes, "".join(sums))
     (folder / "manifest.json").write_text(manifest.dump(content))
     return content
 
@@ -591,6 +591,6 @@ def test_scripts_fall_back_from_a_damaged_checkpoint(
         f"{newest}: rank_000.safetensors: its checksum does not match" in line
         and "; skipped" in line
     )
-    monkeypatch.setattr(files, "check_blocks", None)
+    monkeypatch.setattr(weight_source, "check_blocks", None)
     source.verify()
     assert open_source(root).folder == newest, "for its options alone, the files are not read"

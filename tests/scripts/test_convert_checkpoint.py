@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_lite.checkpoint import files, manifest
-from megatron_lite.commands import convert_checkpoint as script
+from megatron_lite.commands import convert_checkpoint
+from megatron_lite.huggingface import convert as conversion
 from megatron_lite.huggingface.load_pretrained import open_source
 from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
 from tests.support.token_files import save_byte_tokenizer
@@ -35,7 +36,9 @@ DEFAULT = (
 
 
 def convert(source: Path, target: Path, kind: str, *flags: str) -> int:
-    return script.main([f"--from={source}", f"--to={target}", f"--format={kind}", *flags])
+    return convert_checkpoint.main(
+        [f"--from={source}", f"--to={target}", f"--format={kind}", *flags]
+    )
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def test_half_precision_goes_through_unchanged(tmp_path: Path, dtype: torch.dtyp
     theirs = write_typed(FAST, tmp_path / "theirs", dtype)
     assert convert(theirs, tmp_path / "ours", "distributed") == 0
     assert {saved.dtype for saved in manifest.read(tmp_path / "ours").parameters.values()} == {
-        torch.float32
+        "float32"
     }
     assert convert(tmp_path / "ours", tmp_path / "again", "huggingface") == 0
     assert same(state_of(theirs), state_of(tmp_path / "again"))
@@ -185,14 +188,14 @@ def test_verify_finds_a_single_wrong_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit 4 with the difference, and no folder appears."""
-    theirs, written = write_folder(FAST, tmp_path / "theirs"), script.conversion.write_huggingface
+    theirs, written = write_folder(FAST, tmp_path / "theirs"), conversion.write_huggingface
 
     def broken(folder: Path, *arguments: Any) -> Any:
         plan = written(folder, *arguments)
         damage_an_element(folder)
         return plan
 
-    monkeypatch.setattr(script.conversion, "write_huggingface", broken)
+    monkeypatch.setattr(conversion, "write_huggingface", broken)
     assert convert(theirs, tmp_path / "to", "huggingface", "--verify") == 4
     assert "--verify: largest difference" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -339,7 +342,7 @@ def test_no_more_than_one_parameter_is_in_memory(
 ) -> None:
     """When a parameter is read, those before it are gone, and nothing larger than the largest is
     ever made."""
-    theirs, read_whole = write_folder(FAST, tmp_path / "theirs"), script.conversion.read_whole
+    theirs, read_whole = write_folder(FAST, tmp_path / "theirs"), conversion.read_whole
     read: list[weakref.ref[Tensor]] = []
 
     def watched(source: Any, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -354,9 +357,11 @@ def test_no_more_than_one_parameter_is_in_memory(
         return made
 
     with open_source(theirs) as source:
-        largest = max(map(math.prod, script.shapes_of(script.build_gpt(source.model, 1)).values()))
+        largest = max(
+            map(math.prod, conversion.shapes_of(conversion.build_gpt(source.model, 1)).values())
+        )
     empty = torch.empty
-    monkeypatch.setattr(script.conversion, "read_whole", watched)
+    monkeypatch.setattr(conversion, "read_whole", watched)
     monkeypatch.setattr(torch, "empty", bounded)
     assert convert(theirs, tmp_path / "to", "huggingface", "--dtype=bf16") == 0
     assert len(read) > 10

@@ -22,6 +22,7 @@ from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, train_tokenizer
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.generation.evaluation import report
 from megatron_lite.generation.model import text_batches
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
@@ -315,8 +316,8 @@ def test_several_models_at_one_length(
         "what was measured before the error"
     )
     large = alone[0] | {"tokens": 1_234_567_890, "bytes": 4_567_890_123}
-    assert "1,234,567,890 tokens  4,567,890,123 bytes" in next(script.report([large, large]))
-    *_, last = script.report([alone[0], large | {"bytes": None, "bits_per_byte": None}])
+    assert "1,234,567,890 tokens  4,567,890,123 bytes" in next(report([large, large]))
+    *_, last = report([alone[0], large | {"bytes": None, "bits_per_byte": None}])
     assert "only bits per byte compare" in last and all("tokenizers" not in row for row in rows)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_lite.commands import generate as script
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.generation import writer
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.token_files import save_byte_tokenizer
 
@@ -295,6 +296,6 @@ def test_a_home_is_found_and_memory_that_is_short_is_told_of(
     def short(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(script, "load_model", short)
+    monkeypatch.setattr(writer, "load_model", short)
     code, _, error = call("--model=~/1", "--prompt=the", "--max_new_tokens=1")
     assert code == 7 and "--batch_size" in error and "--zero_stage" not in error

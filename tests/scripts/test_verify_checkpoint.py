@@ -5,6 +5,8 @@ import json
 import math
 import shutil
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from megatron_lite.checkpoint import manifest
 from megatron_lite.commands import verify_checkpoint
 from tests.checkpoint.test_damage import flip, seal
 from tests.checkpoint.test_writing import save
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,23 @@ def test_a_good_run_is_a_table(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows(capsys) == [["20", *row], ["10", *row], ["20", *row]]
     assert verify_checkpoint.main([str(run / "checkpoints" / "10"), str(run / "checkpoints")]) == 0
     assert [line[0] for line in rows(capsys)] == ["10", "20", "10"]
+
+
+def test_only_values_take_torch(run: Path) -> None:
+    """Sums and manifests are read without it."""
+    code = (
+        "import sys; from megatron_lite.commands import start\n"
+        "code = start('verify_checkpoint', sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    )
+    for words, said in ([], "0 False"), (["--values"], "0 True"):
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(run), *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert result.stdout.splitlines()[-1] == said
 
 
 def test_every_problem_is_named(

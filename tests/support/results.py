@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import blocks, manifest
 from tests.support.metrics import read_metrics
 
 # What metrics.jsonl must have in common with an uninterrupted run; the rest of a line is about
@@ -44,7 +45,7 @@ def assert_all_good(experiment: Path) -> None:
         content = manifest.read(folder)
         assert content.iteration == iteration
         for name, file in content.files.items():
-            files.check_blocks(folder, name, file)
+            blocks.check_blocks(folder, name, file)
 
 
 def weights(experiment: Path) -> dict[str, str]:
@@ -65,7 +66,10 @@ def saved_values(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
     files = {file: (folder / file).read_bytes() for file in content.files}
     for name, parameter in content.parameters.items():
         for kind, pieces in parameter.slices.items():
-            size, row = parameter.dtype_of(kind).itemsize, math.prod(parameter.shape[1:])
+            size, row = (
+                getattr(torch, parameter.dtype_of(kind)).itemsize,
+                math.prod(parameter.shape[1:]),
+            )
             values, filled = np.zeros(math.prod(parameter.shape), f"V{size}"), 0
             for piece in pieces:
                 runs = np.frombuffer(

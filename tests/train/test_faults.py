@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import files, manifest
+from megatron_lite.checkpoint import blocks, manifest
 from megatron_lite.distributed import peer_watch
 from megatron_lite.distributed.peer_watch import MeetingPoint, connect
 from tests.support.launch import (
@@ -453,7 +453,7 @@ def test_full_disk_during_a_save(tmp_path: Path, namespace: subprocess.Popen[byt
         folder = seen / "checkpoints" / str(iteration)
         content = manifest.read(folder)
         for name, file in content.files.items():
-            files.check_blocks(folder, name, file)
+            blocks.check_blocks(folder, name, file)
     mount(namespace, "-o", "remount,size=100m", str(tmp_path))
     outcome = succeed(train(experiment, "--train_iters=8"), RANKS, mounts_of=namespace.pid)
     assert "resumed from" in outcome.stdouts[0]

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.reading import inspect
+from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.monitor.tensor_log import read_tensor_log
 from tests.checkpoint.test_engine import assert_same, read_all
