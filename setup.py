@@ -41,7 +41,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "data": ["pyarrow", "zstandard"],
-        "fast": ["fastokens>=0.3.5,<0.4"],
+        "fast": ["fastokens>=0.3.5,<0.4", "isal>=1.7"],
         "chat": ["transformers>=5", "jinja2>=3.1.6"],
         # The first versions whose connections a caller may open.
         "remote": ["fsspec", "s3fs", "gcsfs", "aiobotocore>=3.10", "aiohttp>=3.12"],
@@ -61,6 +61,7 @@ setup(
             "moto[server]",
             "s3fs",
             "fastokens>=0.3.5,<0.4",
+            "isal>=1.7",
             "aiobotocore>=3.10",
         ],
         "dev": ["ruff", "mypy"],

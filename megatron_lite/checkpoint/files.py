@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.blocks import BLOCK_BYTES, DIFFERS, SHORTER, BlockSums, SavedFile
+from megatron_lite.checkpoint.blocks import (
+    BLOCK_BYTES,
+    DIFFERS,
+    SHORTER,
+    BlockSums,
+    SavedFile,
+    crc32,
+)
 from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.errors import DamagedError
@@ -227,7 +233,7 @@ class Files:
             self._fill(offset, target)
             return
         for number in saved.blocks_around(offset, end):
-            start, stop, crc32 = saved.block(number)
+            start, stop, expected = saved.block(number)
             low, high = max(start, offset), min(stop, end)
             part = target[low - offset : high - offset]
             if number == self._block_number:
@@ -236,7 +242,7 @@ class Files:
             is_whole = high - low == stop - start
             block = part if is_whole else memoryview(bytearray(stop - start))
             self._fill(start, block)
-            if zlib.crc32(block) != crc32:
+            if crc32(block) != expected:
                 raise DamagedError(f"{self._name}: {DIFFERS}")
             self._note(number)
             if not is_whole:

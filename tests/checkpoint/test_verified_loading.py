@@ -49,6 +49,17 @@ def test_checksums_of_files_are_those_of_their_bytes(
         assert len(file.crc32) == 8 * len(found)
 
 
+def test_sums_of_isal_are_those_of_zlib() -> None:
+    """Of any length, and continued from any sum; a checkpoint is read with either."""
+    isal_zlib = pytest.importorskip("isal.isal_zlib")
+    assert blocks.crc32 is isal_zlib.crc32
+    generator = random.Random(0)
+    for length in (0, 1, 15, 16, 17, 63, 1000, 2**16 + 5):
+        data = memoryview(bytearray(generator.randbytes(length)))
+        for before in (0, 1, 2**31, 2**32 - 1):
+            assert blocks.crc32(data, before) == zlib.crc32(data, before)
+
+
 @pytest.mark.parametrize("version", [3, 4, 5])
 @pytest.mark.parametrize(
     "largest", [files.LARGEST_BLOCK_BYTES, 100], ids=["read as a block", "read twice"]
