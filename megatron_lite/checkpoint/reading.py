@@ -35,6 +35,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, shorten
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.tiles import Overlap, Tile, overlaps
+from megatron_lite.zero.finite import are_finite
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
 
@@ -301,6 +302,6 @@ def not_finite(folder: Path, content: Manifest, progress: ByteProgress) -> list[
                         chunk = torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
                         opened.read(piece.file, offset, dtype, chunk)
                         progress.add(num_bytes)
-                        if not bool(chunk.isfinite().all()):
+                        if not are_finite([chunk])[0]:
                             problems.append(f"{kind} of {name!r} holds numbers that are not finite")
     return list(dict.fromkeys(problems))

@@ -37,6 +37,7 @@ from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constant
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
+from megatron_lite.zero.finite import are_finite
 
 # How transformers splits text for every qwen2 model, whatever its tokenizer.json says.
 QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -135,7 +136,7 @@ class ExportFolder:
             offset = self._starts[place.file] + place.offset
             for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
                 rounded = chunk.to(dtype)
-                if dtype != torch.float32 and not bool(torch.isfinite(rounded).all()):
+                if dtype != torch.float32 and not are_finite([rounded])[0]:
                     self.overflow = f"{name} has a weight of {float(chunk.abs().max()):g}"
                     return
                 data = rounded.cpu().contiguous().view(torch.uint8).numpy().data

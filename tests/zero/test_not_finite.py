@@ -5,11 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.errors import NumericsError
 from megatron_lite.outputs.saving import refuse_broken_weights
 from megatron_lite.planner.plan import SimulatedGroup
-from megatron_lite.zero.finite import not_finite
+from megatron_lite.zero.finite import are_finite, not_finite
 from tests.support.engine_runs import Engine
 
 NAME = "blocks.1.mlp.down.weight"
@@ -74,3 +75,16 @@ def test_nothing_is_published() -> None:
         match=rf"state is no longer finite at iteration 7, first exp_avg_sq of {NAME} on rank 1",
     ):
         refuse_broken_weights(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_one_broken_value_is_seen_anywhere(dtype: torch.dtype, broken: float) -> None:
+    """In the whole vectors of a tensor and in its rest."""
+    for numel in (1, 7, 33, 1000, 5001):
+        good = torch.linspace(-3, 3, numel).to(dtype)
+        for place in {0, numel // 2, numel - 1}:
+            bad = good.clone()
+            bad[place] = broken
+            assert are_finite([good, bad, good]) == [True, False, True]
+    assert are_finite([]) == []
