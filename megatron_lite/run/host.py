@@ -87,8 +87,8 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
     thread."""
     batch = config.batch
     tokens = (batch.micro_batch_size or 1) * batch.sequence_length
-    work = tokens * config.model.hidden_size**2 // config.distributed.tensor_parallel
-    useful = max(1, work // WORK_OF_A_THREAD)
+    hidden_size, layer_ranks = config.model.hidden_size, config.distributed.tensor_parallel
+    useful = useful_threads(tokens * hidden_size**2 // layer_ranks)
     share = max(1, cores // ranks)
     if useful < share:
         return Threads(
@@ -97,6 +97,11 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
         )
     shared = f"{counted(cores, 'core')} / {ranks} ranks"
     return Threads(share, shared if ranks > 1 else "all cores")
+
+
+def useful_threads(work: int) -> int:
+    """Return how many threads a square product of this many multiplications is worth."""
+    return max(1, work // WORK_OF_A_THREAD)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Texts generated with a cache equal those of transformers, whatever other texts grow with them."""
 
+import dataclasses
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,29 @@ def test_a_text_does_not_depend_on_its_neighbours(dtype: str, rows: int, tmp_pat
         for text in (other, alone):
             assert text.tokens == one.tokens
             assert torch.equal(torch.stack(text.sampler.logits), torch.stack(one.sampler.logits))  # type: ignore[attr-defined]
+
+
+def test_a_pass_takes_the_threads_that_its_work_is_worth(
+    mistral: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new token of a small model takes one, a long prompt or a large model all; the user's number
+    stays."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(mistral, "_most_threads", 6)
+    small = mistral.config
+    for number in (None, "5"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if number is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", number)
+        for hidden_size, tokens in ((768, 1), (768, 8), (2048, 1), (768, 90), (4096, 1)):
+            # Only the rule reads this size: the layers stay as they are.
+            config = dataclasses.replace(small, hidden_size=hidden_size)
+            monkeypatch.setattr(mistral, "config", config)
+            monkeypatch.setattr(mistral, "layers", [lambda hidden, batch: batch.tokens])
+            found = torch.zeros(1, tokens, dtype=torch.int64)
+            mistral.run(MicroBatch(found, found))
+    assert taken == [1, 1, 2, 3, 6]
 
 
 def test_texts_end_one_by_one_and_where_the_model_ends(mistral: LocalModel) -> None:
