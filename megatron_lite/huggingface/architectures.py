@@ -7,6 +7,8 @@ the same.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -29,190 +31,170 @@ ACTIVATIONS = MappingProxyType(
     {theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()}
 )
 
+# Our options that have only one value in an architecture; "-": it supports all.
+_FIXED = """
+                                 llama     mistral   starcoder2  qwen2     qwen3
+hybrid_norm                      false     false     false       false     false
+input_embedding_norm             false     false     false       false     false
+qk_layernorm                     false     false     false       false     true
+logit_soft_cap                   0.0       0.0       0.0         0.0       0.0
+scale_attn_by_inverse_layer_idx  false     false     false       false     false
+use_rotary_embeddings            true      true      true        true      true
+use_position_embeddings          false     false     false       false     false
+rotary_percent                   1.0       1.0       1.0         1.0       1.0
+normalization_type               rms_norm  rms_norm  layer_norm  rms_norm  rms_norm
+gated                            true      true      false       true      true
+window_size                      null      -         -           -         -
+add_linear_biases                -         false     -           false     -
+add_qkv_biases                   -         false     -           -         -
+add_mlp_biases                   -         false     -           false     false
+
+                                 gpt2        gpt_bigcode
+hybrid_norm                      false       false
+input_embedding_norm             false       false
+qk_layernorm                     false       false
+logit_soft_cap                   0.0         0.0
+scale_attn_by_inverse_layer_idx  -           false
+use_rotary_embeddings            false       false
+use_position_embeddings          true        true
+normalization_type               layer_norm  layer_norm
+gated                            false       false
+window_size                      null        null
+"""
+# Keys of config.json, our option, and the value that transformers takes if the key is missing (null:
+# derived from other keys, as in our options); "-": no single option, or no key of this
+# architecture. config_file.py handles keys that need more than renaming.
+_KEYS = """
+                         option                   llama  mistral  starcoder2         qwen2   qwen3
+vocab_size               vocab_size               32000  32000    49152              151936  151936
+hidden_size              hidden_size              4096   4096     3072               4096    4096
+num_hidden_layers        num_layers               32     32       30                 32      32
+num_attention_heads      num_attention_heads      32     32       24                 32      32
+num_key_value_heads      head_groups              null   8        2                  32      32
+head_dim                 kv_channels              null   null     null               null    128
+intermediate_size        ffn_hidden_size          11008  14336    12288              22016   22016
+hidden_act               activation_type          silu   silu     gelu_pytorch_tanh  silu    silu
+max_position_embeddings  max_position_embeddings  2048   131072   4096               32768   32768
+initializer_range        init_method_std          0.02   0.02     0.018042           0.02    0.02
+attention_dropout        attention_dropout        0.0    0.0      0.0                0.0     0.0
+tie_word_embeddings      tie_word_embeddings      false  false    true               false   false
+rms_norm_eps             layer_norm_eps           1e-6   1e-6     -                  1e-6    1e-6
+norm_epsilon             layer_norm_eps           -      -        1e-5               -       -
+residual_dropout         hidden_dropout           -      -        0.0                -       -
+embedding_dropout        embedding_dropout        -      -        0.0                -       -
+use_bias                 -                        -      -        true               -       -
+sliding_window           -                        -      4096     null               4096    4096
+use_sliding_window       -                        -      -        -                  false   false
+max_window_layers        -                        -      -        -                  28      28
+attention_bias           -                        false  -        -                  -       false
+mlp_bias                 -                        false  -        -                  -       -
+
+                                 option                           gpt2      gpt_bigcode
+vocab_size                       vocab_size                       50257     50257
+n_embd                           hidden_size                      768       768
+n_layer                          num_layers                       12        12
+n_head                           num_attention_heads              12        12
+n_inner                          ffn_hidden_size                  null      null
+activation_function              activation_type                  gelu_new  gelu_pytorch_tanh
+n_positions                      max_position_embeddings          1024      1024
+initializer_range                init_method_std                  0.02      0.02
+layer_norm_epsilon               layer_norm_eps                   1e-5      1e-5
+attn_pdrop                       attention_dropout                0.1       0.1
+resid_pdrop                      hidden_dropout                   0.1       0.1
+embd_pdrop                       embedding_dropout                0.1       0.1
+tie_word_embeddings              tie_word_embeddings              true      true
+scale_attn_by_inverse_layer_idx  scale_attn_by_inverse_layer_idx  false     -
+reorder_and_upcast_attn          attention_softmax_in_fp32        false     -
+multi_query                      -                                -         true
+"""
+
+
+def _columns(text: str) -> Mapping[str, JsonObject]:
+    """Return the columns of tables by their heads: first word of a row -> value."""
+    found: dict[str, JsonObject] = {}
+    for table in text.strip("\n").split("\n\n"):
+        heads, *rows = map(str.split, table.splitlines())
+        for column, head in enumerate(heads, start=1):
+            found.setdefault(head, {}).update(
+                {row[0]: _value(row[column]) for row in rows if row[column] != "-"}
+            )
+    return MappingProxyType(found)
+
+
+def _value(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+_FIXED_OPTIONS, _COLUMNS = _columns(_FIXED), _columns(_KEYS)
 # Our options of biases; files of some architectures always have them, or one key states several.
 _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
-_ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
-# Our options that no architecture supports.
-_PLAIN: Options = {
-    "hybrid_norm": False,
-    "input_embedding_norm": False,
-    "qk_layernorm": False,
-    "logit_soft_cap": 0.0,
-    "scale_attn_by_inverse_layer_idx": False,
-}
-_ROTARY = _PLAIN | {
-    "use_rotary_embeddings": True,
-    "use_position_embeddings": False,
-    "rotary_percent": 1.0,
-}
-_LLAMA = _ROTARY | {"normalization_type": "rms_norm", "gated": True}
-_LEARNED: Options = (
-    _PLAIN
-    | dict(
-        use_rotary_embeddings=False,
-        use_position_embeddings=True,
-        normalization_type="layer_norm",
-        gated=False,
-    )
-    | {"window_size": None}
-)
-
-# Key of config.json -> our option, and transformers' value if the key is missing (None: derived
-# from other keys, as in our options). config_file.py handles keys that need more than renaming.
-_LLAMA_KEYS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 32000),
-    "hidden_size": ("hidden_size", 4096),
-    "num_hidden_layers": ("num_layers", 32),
-    "num_attention_heads": ("num_attention_heads", 32),
-    "num_key_value_heads": ("head_groups", None),
-    "head_dim": ("kv_channels", None),
-    "intermediate_size": ("ffn_hidden_size", 11008),
-    "hidden_act": ("activation_type", "silu"),
-    "max_position_embeddings": ("max_position_embeddings", 2048),
-    "initializer_range": ("init_method_std", 0.02),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-    "rms_norm_eps": ("layer_norm_eps", 1e-6),
-}
-_GPT2_KEYS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 50257),
-    "n_embd": ("hidden_size", 768),
-    "n_layer": ("num_layers", 12),
-    "n_head": ("num_attention_heads", 12),
-    "n_inner": ("ffn_hidden_size", None),
-    "activation_function": ("activation_type", "gelu_new"),
-    "n_positions": ("max_position_embeddings", 1024),
-    "initializer_range": ("init_method_std", 0.02),
-    "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
-    "attn_pdrop": ("attention_dropout", 0.1),
-    "resid_pdrop": ("hidden_dropout", 0.1),
-    "embd_pdrop": ("embedding_dropout", 0.1),
-    "tie_word_embeddings": ("tie_word_embeddings", True),
-    "scale_attn_by_inverse_layer_idx": ("scale_attn_by_inverse_layer_idx", False),
-    "reorder_and_upcast_attn": ("attention_softmax_in_fp32", False),
-}
-_GPT2_ONLY = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
-_BIGCODE_KEYS = {key: value for key, value in _GPT2_KEYS.items() if key not in _GPT2_ONLY}
-_STARCODER2_KEYS = {key: value for key, value in _LLAMA_KEYS.items() if key != "rms_norm_eps"} | {
-    "norm_epsilon": ("layer_norm_eps", 1e-5),
-    "residual_dropout": ("hidden_dropout", 0.0),
-    "embedding_dropout": ("embedding_dropout", 0.0),
-}
-
-# Other defaults: values that differ from Llama's or GPT-2's, and keys that are not one option.
-_MISTRAL_DEFAULTS = dict(
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    max_position_embeddings=131072,
-    sliding_window=4096,
-)
-_STARCODER2_DEFAULTS: JsonObject = (
-    dict(
-        vocab_size=49152,
-        hidden_size=3072,
-        num_hidden_layers=30,
-        num_attention_heads=24,
-        num_key_value_heads=2,
-    )
-    | dict(intermediate_size=12288, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096)
-    | dict(initializer_range=0.018042, tie_word_embeddings=True, use_bias=True, sliding_window=None)
-)
-_QWEN_DEFAULTS: JsonObject = dict(
-    vocab_size=151936,
-    intermediate_size=22016,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
-) | dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One `model_type`."""
 
+    name: str
     class_name: str
-    fixed: JsonObject  # our options that have only one value in this architecture
-    options: Mapping[str, tuple[str, Any]]  # key of config.json -> our option, value if missing
-    other_defaults: JsonObject = field(default_factory=dict)
-    # other keys -> the only value we can express
-    constants: JsonObject = field(default_factory=dict)
-    # key -> the options that it states
-    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    constants: JsonObject = field(
+        default_factory=dict
+    )  # keys of config.json -> the only value that we can express
+    biases: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # key -> the options that it states
     always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
     @property
-    def keys(self) -> dict[str, str]:
-        """Map keys of config.json to our options."""
-        return {key: option for key, (option, _) in self.options.items()}
+    def fixed(self) -> JsonObject:
+        """Our options that have only one value."""
+        return _FIXED_OPTIONS[self.name]
 
     @property
     def defaults(self) -> JsonObject:
-        """Map keys of config.json to values if missing; includes keys that are not a single
-        option."""
-        return {key: default for key, (_, default) in self.options.items()} | dict(
-            self.other_defaults
-        )
+        """Map keys of config.json to values if missing."""
+        return _COLUMNS[self.name]
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Map keys of config.json to our options, if they are one."""
+        options = _COLUMNS["option"]
+        return {key: options[key] for key in self.defaults if key in options}
 
 
+_ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
 # In order of preference for exports.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture(
-            "LlamaForCausalLM",
-            _LLAMA | {"window_size": None},
-            _LLAMA_KEYS,
-            {"attention_bias": False, "mlp_bias": False},
-            {"rope_interleaved": False},
-            _ATTENTION_BIAS | {"mlp_bias": ("add_mlp_biases",)},
-        ),
-        "mistral": Architecture(
-            "MistralForCausalLM",
-            _LLAMA | dict.fromkeys(_BIASES, False),
-            _LLAMA_KEYS,
-            _MISTRAL_DEFAULTS,
-        ),
-        "gpt2": Architecture(
-            "GPT2LMHeadModel",
-            {
-                key: value
-                for key, value in _LEARNED.items()
-                if key != "scale_attn_by_inverse_layer_idx"
-            },
-            _GPT2_KEYS,
-            constants=_GPT_CONSTANTS,
-            always_biased=_BIASES,
-        ),
-        "gpt_bigcode": Architecture(
-            "GPTBigCodeForCausalLM",
-            _LEARNED,
-            _BIGCODE_KEYS,
-            {"multi_query": True, "activation_function": "gelu_pytorch_tanh"},
-            _GPT_CONSTANTS,
-            always_biased=_BIASES,
-        ),
-        "starcoder2": Architecture(
-            "Starcoder2ForCausalLM",
-            _ROTARY | {"normalization_type": "layer_norm", "gated": False},
-            _STARCODER2_KEYS,
-            _STARCODER2_DEFAULTS,
-            {"norm_type": "layer_norm", "mlp_type": "default"},
-            {"use_bias": _BIASES},
-        ),
-        "qwen2": Architecture(
-            "Qwen2ForCausalLM",
-            _LLAMA | {"add_linear_biases": False, "add_mlp_biases": False},
-            _LLAMA_KEYS,
-            _QWEN_DEFAULTS,
-            {"use_mrope": False},
-            always_biased=("add_qkv_biases",),
-        ),
-        "qwen3": Architecture(
-            "Qwen3ForCausalLM",
-            _LLAMA | {"qk_layernorm": True, "add_mlp_biases": False},
-            _LLAMA_KEYS,
-            _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
-            biases=_ATTENTION_BIAS,
-        ),
+        architecture.name: architecture
+        for architecture in (
+            Architecture(
+                "llama",
+                "LlamaForCausalLM",
+                {"rope_interleaved": False},
+                _ATTENTION_BIAS | {"mlp_bias": ("add_mlp_biases",)},
+            ),
+            Architecture("mistral", "MistralForCausalLM"),
+            Architecture("gpt2", "GPT2LMHeadModel", _GPT_CONSTANTS, always_biased=_BIASES),
+            Architecture(
+                "gpt_bigcode", "GPTBigCodeForCausalLM", _GPT_CONSTANTS, always_biased=_BIASES
+            ),
+            Architecture(
+                "starcoder2",
+                "Starcoder2ForCausalLM",
+                {"norm_type": "layer_norm", "mlp_type": "default"},
+                {"use_bias": _BIASES},
+            ),
+            Architecture(
+                "qwen2",
+                "Qwen2ForCausalLM",
+                {"use_mrope": False},
+                always_biased=("add_qkv_biases",),
+            ),
+            Architecture("qwen3", "Qwen3ForCausalLM", biases=_ATTENTION_BIAS),
+        )
     }
 )
 
