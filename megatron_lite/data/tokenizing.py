@@ -2,9 +2,9 @@
 train one.
 
 The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document.
-`tokenizer_json` describes it as a byte-level BPE without merges with the same ids, which exports
-carry and other programs load. `tokenizers` is imported where it is used: reading token files does
-not need it.
+`byte_tokenizer.json` describes it as a byte-level BPE without merges with the same ids, which
+exports carry and other programs load. Its characters for bytes are those of GPT-2 (Radford et al.
+2019). `tokenizers` is imported where it is used: reading token files does not need it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text ca
 # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
 LARGEST_OBJECT_BYTES = 2**28
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
+BYTE_FILE = Path(__file__).with_name("byte_tokenizer.json")
 END_OF_DOCUMENT = "<|endoftext|>"
 # Tokens that end a document in common tokenizers, in the order of preference.
 END_OF_DOCUMENT_NAMES = (
@@ -241,7 +242,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be
     written.
     """
-    from tokenizers import pre_tokenizers, trainers
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size > LARGEST_VOCABULARY:
         raise UsageError(
@@ -251,7 +253,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
         raise UsageError(
             f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens"
         )
-    tokenizer = _byte_level_bpe({}, use_regex=True)
+    tokenizer = LibraryTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
@@ -344,25 +348,18 @@ def tokenizer_json(path: str | Path) -> bytes:
 
     Raises: DataError if it cannot be read.
     """
-    path = Path(path)
-    if str(path) != BYTE:
-        found = sorted(file.name for pattern in _SOURCES for file in path.parent.glob(pattern))
-        if found and (not path.exists() or path.name in found):
-            make = 'AutoTokenizer.from_pretrained("FOLDER").save_pretrained("NEW")'
-            raise DataError(
-                f"{path}: {', '.join(found)} without a tokenizer.json; make one with transformers and give NEW: "
-                f"python -c 'from transformers import AutoTokenizer; {make}'"
-            )
-        if path.is_dir():
-            raise DataError(f"{path}: is a folder; give the tokenizer.json in it")
-        with reading(path):
-            return path.read_bytes()
-    tokenizer = _byte_level_bpe(
-        {symbol: byte for byte, symbol in enumerate(_byte_symbols())}, use_regex=False
-    )
-    tokenizer.add_special_tokens([END_OF_DOCUMENT])
-    assert tokenizer.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.end_of_document
-    return bytes(tokenizer.to_str(pretty=True).encode())
+    path = Path(path) if str(path) != BYTE else BYTE_FILE
+    found = sorted(file.name for pattern in _SOURCES for file in path.parent.glob(pattern))
+    if found and (not path.exists() or path.name in found):
+        make = 'AutoTokenizer.from_pretrained("FOLDER").save_pretrained("NEW")'
+        raise DataError(
+            f"{path}: {', '.join(found)} without a tokenizer.json; make one with transformers and give NEW: "
+            f"python -c 'from transformers import AutoTokenizer; {make}'"
+        )
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; give the tokenizer.json in it")
+    with reading(path):
+        return path.read_bytes()
 
 
 def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
@@ -433,28 +430,3 @@ def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
     known = (end for end in ends if isinstance(end, str) and tokenizer.token_to_id(end) is not None)
     named = tokens | {"eos_token": next(known, None)}
     return {key: value for key, value in named.items() if isinstance(value, str)}
-
-
-def _byte_level_bpe(vocabulary: dict[str, int], use_regex: bool) -> Any:
-    """Make a BPE over bytes without merges; `use_regex` keeps later merges within words, as in
-    GPT-2."""
-    from tokenizers import Tokenizer as LibraryTokenizer
-    from tokenizers import decoders, models, pre_tokenizers
-
-    tokenizer = LibraryTokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _byte_symbols() -> list[str]:
-    """Return the printable character that stands for each byte in a byte-level BPE.
-
-    Source: Radford et al. 2019 (GPT-2): printable Latin-1 characters stand for themselves, the
-    other bytes are numbered from U+0100 on.
-    """
-    from tokenizers import pre_tokenizers
-
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    others = iter(symbol for symbol in symbols if ord(symbol) > 255)
-    return [chr(byte) if chr(byte) in symbols else next(others) for byte in range(256)]
