@@ -41,7 +41,7 @@ from megatron_lite.huggingface.weight_map import MappedRows, known_name, pieces
 from megatron_lite.model.layer import Layer
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES, Parameter
 from megatron_lite.run.progress_line import ByteProgress
-from megatron_lite.tiles import Tile, overlaps, rectangles
+from megatron_lite.tiles import Tile, overlaps
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 ADVICE = "restore it or download it again"
@@ -416,34 +416,24 @@ class HuggingFaceSource(WeightSource):
     def _read_transposed(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
         """Do the same for a piece whose tensor is stored transposed, (width, rows), as in GPT-2.
 
-        Reads a few stored rows at a time and copies the needed columns: every rank reads the whole
-        tensor.
+        A few stored rows at a time are columns of ours; a rank reads those that it needs, whole.
         """
         assert not piece.plus, piece
         tensor = self._tensors[piece.name]
-        parts: list[
-            tuple[int, Tensor]
-        ] = []  # rectangles of the piece: first element, place in the target
-        for overlap in overlaps(wanted, Tile.run(piece.first_row * width, piece.rows * width)):
-            if overlap.is_run:
-                run = Tile.run(overlap.saved.first, overlap.saved.numel, overlap.wanted.first)
-                for part in rectangles(run, width):
-                    parts.append((part.first, target[part.offset : part.end].view(-1, part.width)))
-            else:
-                parts.append((overlap.saved.first, overlap.wanted.view(target)))
         dtype, columns = FLOATING[tensor.dtype], tensor.shape[1]
+        first, end = piece.their_first_row, piece.their_first_row + piece.rows
         step = max(1, files.CHUNK_BYTES // (columns * dtype.itemsize))
-        for top in range(0, width if parts else 0, step):
-            block = torch.empty(min(step, width - top), columns, dtype=dtype)
+        for top in range(0, width, step):
+            count = min(step, width - top)
+            tile = Tile(piece.first_row * width + top, piece.rows, count, width)
+            if not (found := list(overlaps(wanted, tile))):
+                continue
+            block = torch.empty(count, columns, dtype=dtype)
             offset = tensor.offset + top * columns * dtype.itemsize
             self._files.read(tensor.file, offset, dtype, block.view(-1))
-            for first, ours in parts:
-                row, column = divmod(first, width)
-                left, right = max(top, column), min(top + len(block), column + ours.shape[1])
-                if left < right:
-                    begin = piece.their_first_row + row
-                    stored = block[left - top : right - top, begin : begin + len(ours)]
-                    ours[:, left - column : right - column].copy_(stored.t())
+            ours = block[:, first:end].t().contiguous().view(-1)
+            for overlap in found:
+                overlap.wanted.view(target).copy_(overlap.saved.view(ours))
 
 
 def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
