@@ -26,9 +26,7 @@ BLOCK_BYTES = 2**20  # written or read, then summed while still in the cache
 DIFFERS = "its checksum does not match: it is damaged or belongs to another save"
 SHORTER = "it became shorter while it was read"
 
-HexDigits = Annotated[
-    str, Rule("hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]*", text) is not None)
-]
+HexDigits = Annotated[str, Rule("hexadecimal digits", re.compile("[0-9a-f]*").fullmatch)]
 
 
 class SavedFile(NamedTuple):

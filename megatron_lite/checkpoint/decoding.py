@@ -23,7 +23,7 @@ class Rule(NamedTuple):
     """A rule for values of a type: its description and its test."""
 
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]
 
 
 Count = Annotated[int, Rule("a count", lambda value: value >= 0)]
@@ -96,7 +96,7 @@ def _type_decoder(kind: Any) -> Decoder:
     return lambda value: kind(**decoded(value))
 
 
-def _scalar(words: str, holds: Callable[[Any], bool], value: Any) -> Any:
+def _scalar(words: str, holds: Callable[[Any], object], value: Any) -> Any:
     if not holds(value):
         raise _WrongError(f"is not {words}")
     return value

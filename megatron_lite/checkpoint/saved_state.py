@@ -70,15 +70,9 @@ Magnitude = Annotated[
 DelayedScale = tuple[Scale, list[tuple[Count, Magnitude]]]
 HexFloat = Annotated[str, Rule("a hexadecimal float", _is_hex)]
 HexIteration = Annotated[str, Rule("a hexadecimal float that is an iteration", _is_iteration)]
-Digest = Annotated[
-    str,
-    Rule("16 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{16}", value) is not None),
-]
+Digest = Annotated[str, Rule("16 hexadecimal digits", re.compile("[0-9a-f]{16}").fullmatch)]
 EmaType = Annotated[str, Rule(f"one of {', '.join(EMA_TYPES)}", EMA_TYPES.__contains__)]
-Sha256 = Annotated[
-    str,
-    Rule("64 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{64}", value) is not None),
-]
+Sha256 = Annotated[str, Rule("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
 TokenDtype = Annotated[
     str,
     Rule(
