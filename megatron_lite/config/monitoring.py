@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from megatron_lite.config.option import (
@@ -18,6 +17,9 @@ from megatron_lite.config.option import (
     optional,
 )
 
+RUN_ID = (
+    r"(?=[_-]*[A-Za-z0-9])[A-Za-z0-9_-]{1,128}"  # of Weights & Biases; also the name of a folder
+)
 TRACKERS = ("jsonl", "wandb", "tensorboard")
 WATCHED = ("grads", "params", "updates", "opt_state")
 PROFILED = "profile_cpu or profile_cuda or profile_schedule"
@@ -126,7 +128,11 @@ class TrackingConfig(Area):
         needs=_added("wandb", "wandb_entity_name"),
     )
     wandb_project_name: str = wandb_option(
-        "megatron_lite", "Weights & Biases project", aliases="wandb_project"
+        "megatron_lite",
+        "Weights & Biases project",
+        aliases="wandb_project",
+        pattern=r"[^/\\#?%:]{0,128}",
+        why="takes up to 128 characters, and none of / \\ # ? % : (a team goes to --wandb_entity_name)",
     )
     wandb_group_name: str = wandb_option(
         "default", "Weights & Biases group", aliases="wandb_group", may_differ=True
@@ -135,10 +141,16 @@ class TrackingConfig(Area):
         None,
         "id of the Weights & Biases run, which later starts in the same experiment_dir continue",
         unset="a new one, saved in experiment_dir/wandb.json",
+        pattern=RUN_ID,
+        why="takes up to 128 letters, digits, - and _",
         may_differ=True,
     )
     wandb_tags: tuple[str, ...] = wandb_option(
-        (), "tags of the Weights & Biases run", may_differ=True
+        (),
+        "tags of the Weights & Biases run",
+        may_differ=True,
+        pattern=".{1,64}",
+        why="each tag has 1 to 64 characters",
     )
     wandb_mode: str | None = wandb_option(
         None,
@@ -168,11 +180,6 @@ class TrackingConfig(Area):
     watch_histograms: bool = watch_option(
         False, "also send a histogram of each parameter", aliases="watch_include_histograms"
     )
-
-
-def is_run_id(text: str) -> bool:
-    """Whether a text can be the id of a Weights & Biases run and the name of a folder."""
-    return re.fullmatch(r"(?=[_-]*[A-Za-z0-9])[A-Za-z0-9_-]{1,128}", text) is not None
 
 
 def default_trackers(options: object) -> tuple[str, ...]:

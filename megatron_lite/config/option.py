@@ -72,6 +72,7 @@ class Flag:
     why: str = ""  # reason for the bounds and what to write instead, unless obvious
     choices: tuple[str, ...] = ()
     also: str = "(?!)"  # regular expression of texts that are accepted besides the choices
+    pattern: str = ""  # regular expression of each text without choices; `why` says it in words
     by_block: bool = False  # the choice may differ between blocks: see the end of `config/model.py`
     value_aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # other spellings of the flag, here and in other programs

@@ -104,6 +104,14 @@ class SourceConfig(Area):
     ignore_pretrained_config: bool = pretrained_option(
         False,
         "let flags override the architecture of the pretrained folder, provided that its weights fit",
+        excludes=(
+            Rule(
+                "load_parts=architecture",
+                "nothing of --pretrained_checkpoint_path would be used",
+                when=f"{PRETRAINED} and use_pretrained_config=0",
+                fix="leave it out, or one of these",
+            ),
+        ),
     )
     load_parts: tuple[str, ...] = pretrained_option(
         ("model",),

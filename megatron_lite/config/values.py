@@ -442,6 +442,8 @@ def check_bounds(flag: Flag, value: Any) -> None:
             and not re.fullmatch(flag.also, item)
         ):
             raise BadValueError(f"takes {', '.join(flag.choices)}")
+        elif flag.pattern and not re.fullmatch(flag.pattern, item):
+            raise BadValueError(flag.why)
         elif isinstance(item, (str, bool)) and (
             flag.kind not in ("int", "float") or item in flag.words
         ):

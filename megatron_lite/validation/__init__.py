@@ -112,6 +112,6 @@ def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:
     yield from areas.profiles(draft, world_size)
     yield from areas.data(draft)
     yield from areas.files(draft)
-    yield from areas.tracking(draft)
+    areas.tracking(draft)
     yield from sizes(draft)
     yield from declared(draft)

@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 
 from megatron_lite.config import Draft
 from megatron_lite.config.model import numbered_blocks, rotary_base
-from megatron_lite.config.monitoring import default_trackers, is_run_id
+from megatron_lite.config.monitoring import default_trackers
 from megatron_lite.config.structured_values import (
     interconnect,
     keep_rules,
@@ -211,23 +210,11 @@ PREFETCH_FACTOR = 2
 
 
 def source(draft: Draft) -> Problems:
-    """Check what to load from a pretrained checkpoint. Without a checkpoint, a warning is
-    enough."""
-    if draft.pretrained_checkpoint_path is None:
-        return
-    if not ("model" in draft.load_parts) ^ (draft.load_parts == ("architecture",)):
+    """Check what to load from a pretrained checkpoint."""
+    weights = "model" in draft.load_parts
+    if draft.pretrained_checkpoint_path and weights == (draft.load_parts == ("architecture",)):
         rule = "takes architecture, or model and after it optimizer, step or both, as in "
         yield "load_parts", f"{rule}--load_parts=model,optimizer,step"
-    if (
-        not draft.use_pretrained_config
-        and draft.ignore_pretrained_config
-        and draft.load_parts == ("architecture",)
-    ):
-        names = "use_pretrained_config ignore_pretrained_config load_parts"
-        rule = (
-            "nothing of --pretrained_checkpoint_path would be used; leave it out, or one of these"
-        )
-        yield names, rule, "pretrained_checkpoint_path"
 
 
 def update(draft: Draft) -> Problems:
@@ -372,17 +359,10 @@ def files(draft: Draft) -> Problems:
         fill(draft, experiment_name=folder_name(draft.experiment_dir))
 
 
-def tracking(draft: Draft) -> Problems:
+def tracking(draft: Draft) -> None:
     """Choose the trackers and alerts."""
     fill(draft, log_interval=max(1, min(100, draft.train_iters // 50)))
     fill(draft, wandb_post_alerts=draft.wandb_status_interval is not None)
-    if draft.wandb_id is not None and not is_run_id(draft.wandb_id):
-        yield "wandb_id", "takes up to 128 letters, digits, - and _"
-    if not re.fullmatch(r"[^/\\#?%:]{0,128}", draft.wandb_project_name):
-        rule = "takes up to 128 characters, and none of / \\ # ? % : (a team goes to --wandb_entity_name)"
-        yield "wandb_project_name", rule
-    if not all(0 < len(tag) <= 64 for tag in draft.wandb_tags):
-        yield "wandb_tags", "each tag has 1 to 64 characters"
     draft.trackers = draft.trackers or default_trackers(draft)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import json
 import netrc
 import os
+import re
 import secrets
 import shlex
 import tempfile
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 
 import megatron_lite
 from megatron_lite.config import Config, JsonObject, flatten
-from megatron_lite.config.monitoring import is_run_id
+from megatron_lite.config.monitoring import RUN_ID
 from megatron_lite.distributed.processes import kill_children
 from megatron_lite.errors import EXIT_PREEMPTED, UsageError
 from megatron_lite.monitor.logging import get_logger
@@ -270,7 +271,7 @@ def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
     path, known = experiment_dir / ID_FILE, None
     try:
         known = json.loads(path.read_text(encoding="utf-8"))["id"]
-        if isinstance(known, str) and is_run_id(known) and chosen in (None, known):
+        if isinstance(known, str) and re.fullmatch(RUN_ID, known) and chosen in (None, known):
             return known
     except FileNotFoundError:
         pass
