@@ -40,7 +40,7 @@ from megatron_lite.corpus.fast_tokenizer import FAST, ODD, FastTokenizer, Flat
 from megatron_lite.corpus.inputs import InputFile, check_packages
 from megatron_lite.data.disk_array import replace_file, replace_json
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter, smallest_dtype
-from megatron_lite.data.tokenizing import JsonTokenizer, MarkedText, Tokenizer, load_tokenizer
+from megatron_lite.data.tokenizing import JsonTokenizer, MarkedText, load_tokenizer
 from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_signals, signals_held
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
@@ -197,17 +197,13 @@ class PieceWriter:
         self._dtype = "<i4" if recipe.fields.marked else recipe.encoding.dtype
 
     @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> JsonTokenizer:
         if self.fast:
             return self.fast
         encoding = self.recipe.encoding
         name = "byte" if encoding.is_byte else str(self.folder / encoding.file)
         found = load_tokenizer(name, special_tokens=encoding.special_tokens, needs_end=False)
-        return (
-            FastTokenizer(found)
-            if FAST in self.recipe.versions and isinstance(found, JsonTokenizer)
-            else found
-        )
+        return FastTokenizer(found) if FAST in self.recipe.versions else found
 
     def make(self, piece: Piece, on_progress: Progress) -> Record:
         """Return the record of a piece, which is made unless it is finished. on_progress: called
@@ -283,7 +279,7 @@ class PieceWriter:
         if isinstance(tokenizer, FastTokenizer) and not any(ODD in text for text in texts):
             ids, places = tokenizer.encode_flat(texts, before)
         else:
-            if isinstance(tokenizer, JsonTokenizer) and self.recipe.fields.marked:
+            if self.recipe.fields.marked:
                 encoded = list(tokenizer.encode_marked(texts))
             else:
                 encoded = tokenizer.encode_batch(texts)

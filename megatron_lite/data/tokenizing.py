@@ -14,7 +14,6 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
 
+SMALLEST_VOCABULARY = 257  # bytes and the end of a document
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
 # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
 LARGEST_OBJECT_BYTES = 2**28
@@ -70,30 +70,6 @@ class MarkedText(str):
         return marked
 
     spans: Sequence[tuple[int, int]]
-
-
-class ByteTokenizer:
-    """The bytes of UTF-8 as token ids, and 256 for the end of a document; methods as of
-    `JsonTokenizer`."""
-
-    path, named_tokens = BYTE, MappingProxyType({"eos_token": END_OF_DOCUMENT})
-    vocab_size = 257
-    end_of_document = 256
-
-    def encode(self, text: str, template: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(number for number in ids if number < 256).decode(errors="replace")
-
-    def token_id(self, token: str) -> int | None:
-        return self.end_of_document if token == END_OF_DOCUMENT else None
-
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([1] * 256 + [0])
 
 
 class TokenizerFiles(NamedTuple):
@@ -218,7 +194,17 @@ class JsonTokenizer:
         return counts
 
 
-Tokenizer = ByteTokenizer | JsonTokenizer
+class ByteTokenizer(JsonTokenizer):
+    """The bytes of UTF-8 as token ids, which take no library, and 256 for the end of a document."""
+
+    def __init__(self) -> None:
+        super().__init__(BYTE)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+Tokenizer = JsonTokenizer
 
 
 def load_tokenizer(
@@ -249,9 +235,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
         raise UsageError(
             f"a vocabulary of {vocab_size} is too large: at most {LARGEST_VOCABULARY} tokens"
         )
-    if vocab_size < ByteTokenizer.vocab_size:
+    if vocab_size < SMALLEST_VOCABULARY:
         raise UsageError(
-            f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are 257 tokens"
+            f"a vocabulary of {vocab_size} is too small: bytes and the end of a document are "
+            f"{SMALLEST_VOCABULARY} tokens"
         )
     tokenizer = LibraryTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
