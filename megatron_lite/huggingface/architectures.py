@@ -162,6 +162,10 @@ class Architecture:
         options = _COLUMNS["option"]
         return {key: options[key] for key in self.defaults if key in options}
 
+    def key_of(self, option: str) -> str:
+        """Return the key of an option, or the option itself if no single key states it."""
+        return next((key for key, name in self.keys.items() if name == option), option)
+
 
 _ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
 _GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}

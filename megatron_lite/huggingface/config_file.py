@@ -251,10 +251,6 @@ class _Reading:
             )
         return self.content[second]
 
-    def key_of(self, option: str) -> str:
-        """Return the key of an option, or the option itself if no single key states it."""
-        return next((key for key, name in self.architecture.keys.items() if name == option), option)
-
     def flag(self, key: str) -> bool:
         """Return the value of a key that must be true or false."""
         value = self.get(key)
@@ -270,7 +266,7 @@ class _Reading:
         for option in ("hidden_size", "num_attention_heads"):
             if not _is_count(values[option]):
                 self.problems.append(
-                    f"{self.key_of(option)} is {shown(values[option])}; it must be a number >= 1"
+                    f"{self.architecture.key_of(option)} is {shown(values[option])}; it must be a number >= 1"
                 )
                 return {}
         heads, width = values["num_attention_heads"], values["hidden_size"]
@@ -389,7 +385,7 @@ class _Reading:
         try:
             check_value(FLAGS[option], value)
         except BadValueError as error:
-            key = self.key_of(option)
+            key = self.architecture.key_of(option)
             self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
             return None
         return float(value) if FLAGS[option].kind == "float" else value
@@ -428,10 +424,7 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
     content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
-    activation_key = next(
-        key for key, option in architecture.keys.items() if option == "activation_type"
-    )
-    content[activation_key] = (
+    content[architecture.key_of("activation_type")] = (
         "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
     )
     biases = biases_of(name, model)

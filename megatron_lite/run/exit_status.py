@@ -81,13 +81,7 @@ def report(
     else:
         print_error(message, rank)
     if isinstance(expected, OutOfMemoryError) and (rank == 0 or not peer_wrote):
-        with contextlib.suppress(OSError):
-            print(
-                "".join(f"{line}\n" for line in expected.lines()),
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+        _say(*expected.lines())
     if expected.recorded and not (lost_peer and peer_wrote):
         status = "stopped" if isinstance(expected, StoppedError) else "failed"
         write_exit(directory, expected.exit_code, status, message, run, _details(expected))
@@ -95,13 +89,14 @@ def report(
 
 
 def print_error(message: str, rank: int) -> None:
-    """Print why this rank ends; ignore a closed terminal."""
+    """Print why this rank ends."""
+    _say(f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}")
+
+
+def _say(*lines: str) -> None:
+    """Print lines on standard error; ignore a closed terminal."""
     with contextlib.suppress(OSError):
-        print(
-            f"ERROR{'' if rank == 0 else f' on rank {rank}'}: {message}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 def print_failure(error: Exception, less_memory: str = "") -> int:
@@ -183,8 +178,9 @@ def write_exit(
             overwrite_file(path, data)
     except OSError as error:
         if os.path.lexists(path):
-            text = f"WARNING: cannot write {path}, which tells how an earlier start ended: {error.strerror}"
-            print(text, file=sys.stderr, flush=True)
+            _say(
+                f"WARNING: cannot write {path}, which tells how an earlier start ended: {error.strerror}"
+            )
 
 
 def _details(error: RunError) -> dict[str, Any]:
