@@ -197,12 +197,11 @@ def check_value(flag: Flag, value: Any) -> None:
     """
     if flag.is_list and type(value) is not list:
         raise BadValueError("must be a list")
-    kind = flag.kind.removeprefix("list of ")
     for item in value if flag.is_list else (value,):
         if type(item) is str and (item in flag.words or flag.takes_share):
             continue
-        if type(item) not in _TYPES[kind]:
-            raise BadValueError(f"must be of type {kind}")
+        if type(item) not in _TYPES[flag.kind]:
+            raise BadValueError(f"must be of type {flag.kind}")
         if type(item) is int and abs(item) > LARGEST_INTEGER:
             raise BadValueError("too large for a 64-bit integer")
         if type(item) is str:

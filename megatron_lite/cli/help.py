@@ -70,7 +70,7 @@ def value_words(flag: Flag) -> str:
         return "0|1"
     if flag.choices:
         return "|".join(flag.choices)
-    word = {"int": "N", "float": "X", "str": "TEXT"}[flag.kind.removeprefix("list of ")]
+    word = {"int": "N", "float": "X", "str": "TEXT"}[flag.kind]
     if flag.is_list:
         word += " ..." if word == "TEXT" else f",{word},..."
     return "|".join((word, *flag.words, *["N%"] * flag.takes_share))

@@ -57,7 +57,8 @@ class Flag:
 
     help: str
     name: str = ""
-    kind: str = ""  # int, float, bool, str, list of str, list of float, list of int
+    kind: str = ""  # int, float, bool or str; of a list, that of its items
+    is_list: bool = False
     default: Any = None
     optional: bool = False  # takes `none`
     area: str = ""
@@ -90,13 +91,9 @@ class Flag:
     secret: bool = False  # JSON object of environment variables; the option holds only their names
 
     @property
-    def is_list(self) -> bool:
-        return self.kind.startswith("list of ")
-
-    @property
     def is_text(self) -> bool:
         """Whether the value is free text rather than one of `choices`."""
-        return self.kind == "str" and not self.choices
+        return self.kind == "str" and not self.choices and not self.is_list
 
 
 def option(default: Any, help: str, aliases: str = "", **details: Any) -> Any:

@@ -78,6 +78,7 @@ def _flags() -> dict[str, Flag]:
                 declared,
                 name=field.name,
                 kind=kind,
+                is_list=annotation.startswith("tuple"),
                 default=field.default,
                 optional=field.default is None,
                 area=area,
@@ -92,12 +93,10 @@ def _flags() -> dict[str, Flag]:
 
 
 def _kind_and_bounds(annotation: str) -> tuple[str, dict[str, float]]:
-    """Return `Flag.kind` and the bounds of a type: "list of int" and >= 1 for `tuple[PositiveInt,
-    ...]`."""
+    """Return `Flag.kind` and the bounds of a type: int and >= 1 for `tuple[PositiveInt, ...]`."""
     item = annotation.removeprefix("tuple[").removesuffix(", ...]")
     kind, bounds = get_args(getattr(declarations, item, None)) or (item, {})
-    name = getattr(kind, "__name__", kind)
-    return name if item == annotation else f"list of {name}", bounds
+    return getattr(kind, "__name__", kind), bounds
 
 
 FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())
@@ -311,9 +310,9 @@ def parse_list(flag: Flag, words: Sequence[str]) -> tuple[Any, ...] | None:
         return flag.words or flag.default
     items = re.split(r"[ \t\r\n]*,[ \t\r\n]*|[ \t\r\n]+", text)
     if any(not item for item in items):
-        example = "969,30,1" if flag.kind == "list of float" else "one or more items"
+        example = "969,30,1" if flag.kind == "float" else "one or more items"
         raise BadValueError(f"an item is empty; write {example}")
-    if flag.kind == "list of str":
+    if flag.kind == "str":
         return tuple(
             parse_choice(item, flag) if flag.choices else parse_text(item, flag.name)
             for item in items
@@ -351,7 +350,7 @@ def _parse_number(flag: Flag, text: str) -> int | float | str:
         if flag.takes_share and re.search("[.%]|e-", text.lower()):
             value: int | float | str = parse_share(text)
         else:
-            value = parse_int(text) if flag.kind in ("int", "list of int") else parse_float(text)
+            value = parse_int(text) if flag.kind == "int" else parse_float(text)
     except BadValueError as error:
         if near := similar(text.lower(), flag.words, 1, 0.7):
             raise BadValueError(f"must be {limits(flag)}", *near, guessed=True) from None

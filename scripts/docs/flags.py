@@ -311,9 +311,7 @@ def option_table(area: str, elsewhere: Mapping[str, str]) -> str:
 
 
 def _limits(flag: Flag) -> str:
-    word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[
-        flag.kind.removeprefix("list of ")
-    ]
+    word = {"int": "integer", "float": "number", "str": "text", "bool": "0 or 1"}[flag.kind]
     text = ", ".join(flag.choices) or word + ("s" if flag.is_list else "")
     text += f" {limits(flag)}" if limits(flag) else ""
     also = ", ".join(f"{alias} = {value}" for alias, value in flag.value_aliases.items())

@@ -341,7 +341,7 @@ def test_numeric_flags_refuse_garbage() -> None:
         "1 ",
     )
     for place, name in enumerate(
-        flag.name for flag in FLAGS.values() if flag.kind in ("int", "float")
+        flag.name for flag in FLAGS.values() if flag.kind in ("int", "float") and not flag.is_list
     ):
         for text in garbage[place % 3 :: 3]:
             message = problem([f"--{name}={text}"])

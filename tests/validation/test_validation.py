@@ -468,8 +468,8 @@ def test_flags_cover_the_configuration() -> None:
     """Every option has a flag with its type."""
     assert list(FLAGS) == list(flatten(Config()))
     for name, value in flatten(Config()).items():
-        kind = FLAGS[name].kind
-        expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind, tuple)
+        kinds = {"int": int, "float": float, "bool": bool, "str": str}
+        expected = tuple if FLAGS[name].is_list else kinds[FLAGS[name].kind]
         assert FLAGS[name].optional if value is None else type(value) is expected
 
 
