@@ -162,7 +162,7 @@ def write(
         plan = write_huggingface(temporary, source, shapes, config, limit_bytes, tokenizer_file)
         said = f"a Hugging Face folder, {config.training.export_dtype}, {plan.total_bytes:,} bytes of weights"
         said += " with a tokenizer" if tokenizer_file else ", no tokenizer"
-        num_files = len(plan.names)
+        num_files = len(plan.headers)
     else:
         content = write_checkpoint(temporary, source, shapes, config, limit_bytes)
         place = f"checkpoints/{content.iteration} of an --experiment_dir"

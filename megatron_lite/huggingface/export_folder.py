@@ -47,7 +47,7 @@ class TensorPlace(NamedTuple):
     """The place of a Hugging Face tensor."""
 
     file: str
-    offset: int  # bytes after the start of the file's values
+    offset: int  # in the file, in bytes
     shape: tuple[int, ...]
 
 
@@ -90,7 +90,7 @@ class ExportFolder:
         }
         self.total_bytes = sum(sizes.values())
         cut = split(sizes, limit_bytes)
-        self.names: dict[str, list[str]] = {}  # of the tensors in each file
+        self.headers: dict[str, bytes] = {}  # of each file
         self.places: dict[str, TensorPlace] = {}
         for number, names in enumerate(cut, start=1):
             file = (
@@ -98,7 +98,10 @@ class ExportFolder:
                 if len(cut) == 1
                 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
             )
-            self.names[file], offset = names, 0
+            header = files.safetensors_header(
+                {name: (self.dtype, shapes[name]) for name in names}, {"format": "pt"}
+            )
+            self.headers[file], offset = header, len(header)
             for name in names:
                 self.places[name] = TensorPlace(file, offset, shapes[name])
                 offset += sizes[name]
@@ -107,13 +110,9 @@ class ExportFolder:
         """Make the folder, and the files with their headers and constants."""
         self._folder = folder
         folder.mkdir()
-        self._starts: dict[str, int] = {}  # of the values in each file
-        for file, names in self.names.items():
-            shapes = {name: (self.dtype, self.places[name].shape) for name in names}
-            header = files.safetensors_header(shapes, {"format": "pt"})
+        for file, header in self.headers.items():
             with files.new_file(folder / file) as write:
                 write(memoryview(header))
-            self._starts[file] = len(header)
         for constant in self._constants:
             self._write(constant.name, torch.full((math.prod(constant.shape),), constant.value))
 
@@ -133,7 +132,7 @@ class ExportFolder:
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
         descriptor = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            offset = self._starts[place.file] + place.offset
+            offset = place.offset
             for chunk in flat.detach().split(files.CHUNK_BYTES // 4):
                 rounded = chunk.to(dtype)
                 if dtype != torch.float32 and not are_finite([rounded])[0]:
@@ -162,7 +161,7 @@ class ExportFolder:
         """
         assert not self._missing, f"missing weights: {sorted(self._missing)[:5]}"
         assert not self.overflow, self.overflow
-        if len(self.names) > 1:
+        if len(self.headers) > 1:
             weight_map = {name: self.places[name].file for name in sorted(self.places)}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             _write_json(self._folder / INDEX_NAME, index)
