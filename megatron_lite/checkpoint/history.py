@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.config import Config, JsonObject
+from megatron_lite.config import Config, JsonObject, flatten
 from megatron_lite.config.values import digest
 
 _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging")
@@ -29,7 +29,7 @@ class History(NamedTuple):
     def continued(self, iteration: int, config: Config) -> History:
         """Return the history of a start that goes on after `iteration` with these options."""
         options = [vars(getattr(config, area)) for area in _AREAS]
-        others = {**vars(config.distributed), **vars(config.performance), **vars(config.training)}
+        others = flatten(config)
         found = digest([*options, [others[name] for name in _OTHER_OPTIONS]])
         if self.changes and self.changes[-1][1] == found:
             return self

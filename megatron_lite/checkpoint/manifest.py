@@ -38,7 +38,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,12 +100,14 @@ class Manifest:
         pipeline, data, tensor = (1, self.world_size, 1) if rest else (pipeline, data, tensor)
         return {"pipeline": pipeline, "data": data, "tensor": tensor}
 
-    def places(self) -> dict[str, list[tuple[Slice, str]]]:
-        """Return each file's slices by offset, with names for messages."""
+    def places(
+        self, kinds: Callable[[SavedParameter], Iterable[str]] = lambda parameter: parameter.slices
+    ) -> dict[str, list[tuple[Slice, str]]]:
+        """Return each file's slices by offset, with names for messages. kinds: of a parameter."""
         found: dict[str, list[tuple[Slice, str]]] = {}
         for name, parameter in self.parameters.items():
-            for kind, pieces in parameter.slices.items():
-                for piece in pieces:
+            for kind in kinds(parameter):
+                for piece in parameter.slices[kind]:
                     found.setdefault(piece.file, []).append((piece, f"{kind} of {name!r}"))
         return {
             file: sorted(slices, key=lambda item: item[0].offset) for file, slices in found.items()

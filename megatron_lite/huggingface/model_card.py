@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_lite.config import Config, JsonObject, flatten
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
@@ -141,10 +141,9 @@ def _training(config: Config, trained: TrainingSummary) -> Iterator[str]:
 
 
 def _options(config: Config) -> Iterator[str]:
-    values = flatten(config)
-    areas = [vars(getattr(config, area)).keys() for area in AREAS]
-    for name in (name for area in areas for name in area):
-        value, flag = values[name], FLAGS[name]
+    areas = (vars(getattr(config, area)) for area in AREAS)
+    for name, value in (option for area in areas for option in area.items()):
+        flag = FLAGS[name]
         is_private = flag.secret or any(word in name for word in PRIVATE) or "/" in str(value)
         if value != flag.default and value is not None and not is_private:
             yield f"--{name}={_plain(written(value))}"

@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -200,12 +199,9 @@ class CheckpointSource(WeightSource):
         already verified."""
         if self._good_share == (rank, world_size):
             return None
-        parameters = dict(self.content.parameters)
-        if not self._state:
-            for name, saved in parameters.items():
-                kind = self._weights_kind(saved)
-                parameters[name] = replace(saved, slices={kind: saved.slices[kind]})
-        places = replace(self.content, parameters=parameters).places()
+        places = self.content.places(
+            lambda saved: saved.slices if self._state else [self._weights_kind(saved)]
+        )
         wanted = [item for name in self.content.files for item in places.get(name, ())]
         first, end = (len(wanted) * share // world_size for share in (rank, rank + 1))
         try:
