@@ -165,8 +165,10 @@ def write_exit(
         "exit_code": code,
         "status": status,
         "message": _cut(message, _LONGEST_MESSAGE),
+        **details,
+        "run": max(run, 0),
+        "time": round(time.time(), 3),
     }
-    content |= {**details, "run": max(run, 0), "time": round(time.time(), 3)}
     data = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )

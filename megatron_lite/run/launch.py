@@ -76,16 +76,14 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     port = str(
         _SLURM_PORTS.start + (int(step["JOB_ID"]) + int(step["STEP_ID"])) % len(_SLURM_PORTS)
     )
-    found = {
+    return {
         "RANK": step["PROCID"],
         "WORLD_SIZE": step["STEP_NUM_TASKS"],
         "LOCAL_RANK": step["LOCALID"],
-    }
-    place = {
+        "LOCAL_WORLD_SIZE": tasks,
         "MASTER_ADDR": environment.get("MASTER_ADDR", host),
         "MASTER_PORT": environment.get("MASTER_PORT", port),
     }
-    return {**found, "LOCAL_WORLD_SIZE": tasks, **place}
 
 
 def launch_world_size() -> int:
