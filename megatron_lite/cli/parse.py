@@ -321,19 +321,12 @@ class _Parser:
                     "spaces separate words here, not parts of a path; rename it, or make a link to it"
                 )
         if not flag.is_list:
-            value = parse_value(flag, values[0])
-            # The shell does not expand the ~ in --flag=~/folder.
-            return os.path.expanduser(value) if value and flag.name in PATHS else value
+            return parse_value(flag, values[0])
         if not all(values):
             raise BadValueError(
                 "the value is empty (an unset variable?); write a value or leave the flag out"
             )
-        items = parse_list(flag, values)
-        return (
-            tuple(os.path.expanduser(text) for text in items)
-            if items and flag.name in PATHS
-            else items
-        )
+        return parse_list(flag, values)
 
 
 def read_words(path: str) -> list[str]:

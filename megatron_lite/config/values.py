@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -213,7 +214,9 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_text(text: str, name: str = "") -> str:
-    """Check that a text is printable and can be a file name, and of an option of `PATHS` no URL.
+    """Check that a text is printable and can be a file name; expand the ~ of an option of `PATHS`.
+
+    The shell does not expand it in --flag=~/folder. Only an option of `REMOTE` takes a URL.
 
     Raises:
         BadValueError: if it is not.
@@ -226,7 +229,7 @@ def parse_text(text: str, name: str = "") -> str:
         raise BadValueError("is not valid UTF-8; rename it")
     if name in PATHS - REMOTE and re.match(URL, text):
         raise BadValueError(LOCAL, "<local or mounted path>")
-    return text
+    return os.path.expanduser(text) if name in PATHS else text
 
 
 def parse_choice(text: str, flag: Flag) -> str:
