@@ -53,6 +53,11 @@ PYTHON_EXEC="{python}" exec "{python}" -m torch.distributed.run "$@"
 """
 
 
+def server_process() -> int | None:
+    """Return the number of the server of this process, None before its start."""
+    return _started()[1].pid if _started.cache_info().currsize else None
+
+
 def folder() -> Path:
     """Start the server of this process once; return the folder of its `python`."""
     return _started()[0]
@@ -99,15 +104,21 @@ def _serve(address: str) -> None:
     os.rename(f"{address}.new", address)
     tests = parent_process()
     assert tests is not None
+    signal.signal(signal.SIGCHLD, _reap)
     while tests.sentinel not in connection.wait([listener, tests.sentinel]):
         client, _ = listener.accept()
         if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             _answer(client)
         client.close()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+
+
+def _reap(*_: object) -> None:
+    """Collect the children that have ended; their seconds of CPU count from then on."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _answer(client: socket.socket) -> None:
