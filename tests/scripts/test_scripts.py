@@ -547,6 +547,22 @@ def test_extra_arguments_of_run_tests_go_to_pytest(tmp_path: Path) -> None:
     assert output.splitlines()[-1] == "-m pytest tests/test_structure.py -k one_way"
 
 
+def test_changed_runs_the_tests_of_what_has_changed(tmp_path: Path) -> None:
+    """With all options of the default suite."""
+    stand_in = """#!/bin/sh
+case "$*" in
+    "-m tests.support.changed_tests HEAD~2") printf 'tests/a.py\\ntests/b.py\\n' ;;
+    -c*sched_getaffinity*) echo 4 ;;
+    -c*) ;;
+    *) echo "$@" ;;
+esac
+"""
+    executable(tmp_path / "bin" / "python", stand_in)
+    output = succeeds(shell(f"{RUN_TESTS} --changed HEAD~2", VIRTUAL_ENV=str(tmp_path)))
+    words = "-m pytest --numprocesses 5 --dist worksteal -m not slow tests/a.py tests/b.py"
+    assert output.splitlines()[-1] == words
+
+
 def test_run_tests_says_that_no_test_matches(tmp_path: Path) -> None:
     """In words, with what selects the tests that are left out by default, instead of pytest's exit
     code."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support import warm_python
 
 PRINTED = 10
 SECONDS = "cpu_s"  # the name among a report's user_properties; the value is (what, seconds)
@@ -36,7 +35,9 @@ def cpu_s() -> float:
 def _servers() -> Iterator[int | None]:
     """The processes that fork for this one, as far as they have been started."""
     yield getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
-    yield warm_python.server_process()
+    warm_python = sys.modules.get("tests.support.warm_python")
+    if warm_python is not None:
+        yield warm_python.server_process()
 
 
 def _ticks_of_children(process: int | None) -> int:
