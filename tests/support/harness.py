@@ -41,13 +41,16 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
         "tests.support.short_spins",
-        "megatron_lite.train",
+        "megatron_lite.pretrain",
+        "megatron_lite.planner.report",
         "pytest",
         "torch.fx.experimental.symbolic_shapes",
         "tests.support.engine_runs",
         "tests.support.launch",
         "megatron_lite.cli.parse",
         "hypothesis",
+        "safetensors.torch",
+        "tests.support.preloaded",
     ]
 )
 
