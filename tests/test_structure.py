@@ -426,9 +426,10 @@ def lacking(function: Function) -> Iterator[str]:
         yield f"has no types for {untyped}"
     if function.returns is None:
         yield "has no result type"
-    tokens = code_tokens(ast.unparse(function))
-    if tokens > MAXIMUM_TOKENS_WITHOUT_DOCSTRING and not ast.get_docstring(function):
-        yield f"has {tokens} tokens and no docstring"
+    if not ast.get_docstring(function):
+        tokens = code_tokens(ast.unparse(function))
+        if tokens > MAXIMUM_TOKENS_WITHOUT_DOCSTRING:
+            yield f"has {tokens} tokens and no docstring"
 
 
 def test_every_folder_is_a_package() -> None:

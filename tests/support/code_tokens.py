@@ -1,6 +1,7 @@
 """Count what a reader of code takes in: tokens without comments, docstrings and layout."""
 
 import ast
+import functools
 import io
 import tokenize
 
@@ -14,6 +15,7 @@ _LAYOUT = {
 }
 
 
+@functools.cache
 def code_tokens(text: str) -> int:
     """Return the number of tokens of Python source that are code."""
     docstrings = {
