@@ -14,7 +14,7 @@ from megatron_lite.data.reading import Stream, StreamReader
 from megatron_lite.data.sampling import FileOrder, StreamSampler
 from megatron_lite.data.workers import Workers
 from megatron_lite.errors import DataError
-from tests.support.token_files import write_documents
+from tests.support.token_files import overwrite, write_documents
 
 LENGTH = 16
 
@@ -29,12 +29,6 @@ def reader(tmp_path: Path) -> StreamReader:
         dataset, FileOrder(dataset, range(50), True), StreamSampler(dataset.num_tokens, LENGTH, 1)
     )
     return StreamReader([stream], Blend([1.0]), LENGTH, 50, 1e6)
-
-
-def overwrite(path: Path) -> None:
-    """Change the content in place, size and inode unchanged."""
-    with open(path, "r+b") as file:
-        file.write(bytes(path.stat().st_size))
 
 
 def replace(path: Path) -> None:

@@ -1,15 +1,13 @@
 """Bugs that were published for other trainers are found when they are planted here."""
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import prove_layouts
 from scripts.docs.tables import with_tables
-from tests.support.mutants import copy_checkout
+from tests.support.mutants import fails
 from tests.support.planted_bugs import BUGS, GUIDE, Bug, table
 
 FOUND_BY_COMMAND = [bug for bug in BUGS if not bug.test]
@@ -41,13 +39,4 @@ def test_the_command_finds_it_within_40_layouts(
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", FOUND_BY_TEST, ids=[bug.name for bug in FOUND_BY_TEST])
 def test_a_default_test_finds_it(bug: Bug, tmp_path: Path) -> None:
-    checkout = tmp_path / "checkout"
-    environment = copy_checkout(checkout)
-    bug.write_into(checkout)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", bug.test]
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, (
-        done.stdout[-2000:] + done.stderr[-2000:]
-    )
+    assert fails(bug.test, tmp_path / "checkout", bug.write_into)

@@ -2,14 +2,12 @@
 that are drawn."""
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.proof.cases import Case
-from tests.support.mutants import copy_checkout
+from tests.support.mutants import fails
 from tests.support.planted_bugs import Bug
 from tests.support.planted_mistakes import MISTAKES, MOST_LAYOUTS, Mistake, drawn, found_in
 
@@ -52,17 +50,4 @@ def test_a_default_test_finds_it(mistake: Mistake, tmp_path: Path) -> None:
     """In a copy of the checkout with the mistake."""
     bug = bug_of(mistake)
     assert bug is not None
-    environment = copy_checkout(tmp_path / "checkout")
-    bug.write_into(tmp_path / "checkout")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mistake.test]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path / "checkout",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, (
-        done.stdout[-2000:] + done.stderr[-2000:]
-    )
+    assert fails(mistake.test, tmp_path / "checkout", bug.write_into)

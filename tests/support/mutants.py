@@ -16,9 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from tests.support.step_files import PACKAGE, step_files
 
@@ -137,6 +139,16 @@ def copy_checkout(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+def fails(test: str, folder: Path, plant: Callable[[Path], None]) -> bool:
+    """Return whether a test fails in a copy of the checkout, in which `plant` has changed
+    something."""
+    variables = copy_checkout(folder)
+    plant(folder)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=folder, env=variables, timeout=300)
+    return done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
 def caught(mutant: Mutant, folder: Path, seed: int) -> str:

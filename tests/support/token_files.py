@@ -64,3 +64,9 @@ def read_batches(
         return list(source.batches(phase, done, count))
     finally:
         source.close()
+
+
+def overwrite(path: Path) -> None:
+    """Change the content of a file in place, size and inode unchanged."""
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))

@@ -35,7 +35,7 @@ from tests.support.launch import (
 )
 from tests.support.metrics import read_metrics
 from tests.support.results import digests
-from tests.support.token_files import write_documents
+from tests.support.token_files import overwrite, write_documents
 
 RANKS = 2
 CANARY = "a5ecretc0deca5ecretc0deca5ecretc0deca5ec"
@@ -170,12 +170,6 @@ def test_token_outside_of_the_vocabulary_in_a_part_that_is_not_read(tmp_path: Pa
     )
     where = "corpus.bin: document 9, offset 41: token id 64 is outside the vocabulary of 64"
     assert_one_error(outcome, where, codes=[3], experiment=tmp_path / "run")
-
-
-def overwrite(path: Path) -> None:
-    """Change the content, but not the size."""
-    with open(path, "r+b") as file:
-        file.write(bytes(path.stat().st_size))
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
