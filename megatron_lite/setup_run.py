@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ from megatron_lite.monitor.watch import Watch
 from megatron_lite.optimizer.optimizer import Optimizer, rule_of
 from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.optimizer.rules import muon
+from megatron_lite.outputs.huggingface_export import write_export
 from megatron_lite.outputs.run import Run
 from megatron_lite.planner.auto import check_memory, device_memory_bytes, resolve_auto
 from megatron_lite.planner.plan import planned_durations
@@ -418,6 +420,7 @@ def _open_outputs(run: Run, layers: list[Layer]) -> None:
     config = run.config
     distributed = run.distributed
     experiment = run.experiment
+    run.write_export = partial(write_export, run)
     run.background = open_background(config, run.model, distributed)
     arguments = (
         run.shown_config,

@@ -50,6 +50,10 @@ ITERATIONS = MappingProxyType(
     {"training": "train_iters", "validation": "validation_iters", "test": "test_iters"}
 )
 NO_MASK = "none"  # in --loss_mask: every token of that data set counts
+# Option -> the name of its data sets in the banner.
+PATH_FLAGS = MappingProxyType(
+    {"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"}
+)
 # phase -> its own data
 OWN_DATA = MappingProxyType({"validation": "valid_data_path", "test": "test_data_path"})
 

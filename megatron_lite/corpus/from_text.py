@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.config.structured_values import weighted_paths
-from megatron_lite.config.training import NO_MASK
+from megatron_lite.config.training import NO_MASK, PATH_FLAGS
 from megatron_lite.config.values import abridged, is_number
 from megatron_lite.corpus.inputs import bare_name, find_inputs, is_input
 from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprints_of, prepare
@@ -20,7 +20,7 @@ from megatron_lite.corpus.remote_copy import cache_of, local_copy
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
-from megatron_lite.data.open_data import PATH_FLAGS, prefixes
+from megatron_lite.data.open_data import prefixes
 from megatron_lite.data.tokenizing import load_tokenizer
 from megatron_lite.distributed.agreement import rank_0_works
 from megatron_lite.distributed.process_group import Distributed

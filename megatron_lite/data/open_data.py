@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.option import All
 from megatron_lite.config.structured_values import short_names, weight_stages, weighted_paths
-from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
+from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA, PATH_FLAGS
 from megatron_lite.config.values import digest
 from megatron_lite.data.blending import MAX_SAMPLES, Blend, Concatenation
 from megatron_lite.data.counts import Counts
@@ -46,10 +45,6 @@ MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
 # Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls
 # fast. Source: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
-# Option -> the name of its data sets in the banner.
-PATH_FLAGS = MappingProxyType(
-    {"data_path": "data", "valid_data_path": "valid", "test_data_path": "test"}
-)
 # Entries of a mask in which a token that counts is looked for when a run starts, and entries read
 # at a time.
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16

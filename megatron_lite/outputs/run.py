@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_lite.config import changed
-from megatron_lite.data.open_data import PATH_FLAGS
+from megatron_lite.config.training import PATH_FLAGS
 
 if TYPE_CHECKING:
     import logging
     import threading
+    from collections.abc import Callable
+    from pathlib import Path
 
     from megatron_lite.checkpoint.history import History
     from megatron_lite.checkpoint.mirror import Mirror
@@ -51,6 +53,8 @@ class Run:
     samples: Samples | None  # None without --sample_interval
     memory_history: MemoryHistory | None  # None without --memory_snapshot
     model: MultiStage
+    # writes an export, see `huggingface_export.write_export`
+    write_export: Callable[[Path, Config], None]
     # see `time_collectives`; empty without --log_communication
     collectives_alone_s: dict[str, float]
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule

@@ -13,7 +13,6 @@ from typing import TypeVar
 from megatron_lite.checkpoint.files import remove_folder
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.retention import best_of, is_permanent, lack_now, prune
-from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.checkpoint.writing import Finished, Save, shards_bytes, write_now
 from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
@@ -26,8 +25,6 @@ from megatron_lite.errors import (
     StorageError,
     as_installed,
 )
-from megatron_lite.huggingface.export import export_weights, save_huggingface
-from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.outputs.run import Run
 from megatron_lite.run.durable_files import pause_s
@@ -278,27 +275,8 @@ def export(run: Run, best: bool = False) -> None:
             if older.name != str(run.iteration):
                 remove_folder(older)
     else:
-        weights = export_weights(run.model, config, run.distributed)
         try:
-            counts = run.data.counts.state(run.iteration)
-            facts = (
-                training_facts(config.batch.sequence_length, run.data.identity)
-                if run.iteration
-                else {}
-            )
-            losses = run.evaluated.get(run.iteration, {})
-            trained = TrainingSummary(
-                run.iteration, losses, counts, facts, run.resumed.origin, run.comparison is not None
-            )
-            save_huggingface(
-                directory,
-                run.model,
-                config,
-                run.distributed,
-                weights,
-                run.experiment.check,
-                trained,
-            )
+            run.write_export(directory, config)
         except NumericsError as error:  # the trained weights are fine, and saved
             run.logger.warning("no export of iteration %d: %s", run.iteration, error)
             return

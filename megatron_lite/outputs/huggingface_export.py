@@ -1,0 +1,33 @@
+"""Exports of a run in the format of Hugging Face, which only a run that is set up imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_lite.checkpoint.saved_state import training_facts
+from megatron_lite.config import Config
+from megatron_lite.huggingface.export import export_weights, save_huggingface
+from megatron_lite.huggingface.model_card import TrainingSummary
+from megatron_lite.outputs.run import Run
+
+
+def write_export(run: Run, folder: Path, config: Config) -> None:
+    """Write a folder for transformers; all ranks call this together. config: of the run, with the
+    weights to export.
+
+    Raises:
+        NumericsError: on every rank, if a weight is not finite in the dtype of the export.
+    """
+    length = config.batch.sequence_length
+    trained = TrainingSummary(
+        run.iteration,
+        run.evaluated.get(run.iteration, {}),
+        run.data.counts.state(run.iteration),
+        training_facts(length, run.data.identity) if run.iteration else {},
+        run.resumed.origin,
+        run.comparison is not None,
+    )
+    weights = export_weights(run.model, config, run.distributed)
+    save_huggingface(
+        folder, run.model, config, run.distributed, weights, run.experiment.check, trained
+    )
