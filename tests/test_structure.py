@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.code_tokens import code_tokens
 from tests.support.light_imports import heavy_imports
+from tests.support.save_calls import save_calls
 from tests.support.step_files import step_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 # Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
 # feature that needs more raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 303_500
+MAXIMUM_PACKAGE_TOKENS = 303_600
 MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
@@ -51,6 +52,9 @@ NEVER: tuple[tuple[str, str], ...] = (
     ("cli", "model"),
     ("cli", "kernels"),
 )
+
+# Calls of a save from a lower room into a higher one, which a reader must look up.
+MAXIMUM_SAVE_CLIMBS = 5
 
 # Files that `train` imports, itself and their rooms included.
 MAXIMUM_LOOP_FILES = 130
@@ -395,6 +399,12 @@ def test_a_training_step_passes_few_files() -> None:
     lists them."""
     files = step_files()
     assert len(files) <= MAXIMUM_STEP_FILES and sum(files.values()) <= MAXIMUM_STEP_TOKENS, files
+
+
+def test_a_save_seldom_calls_upwards() -> None:
+    """A reader who follows a save goes down the floors; `save_calls` lists the exceptions."""
+    calls = save_calls(FLOOR_OF)
+    assert calls.total() <= MAXIMUM_SAVE_CLIMBS, calls
 
 
 def test_public_functions_are_typed_and_explained() -> None:
