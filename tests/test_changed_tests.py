@@ -17,6 +17,7 @@ TREE = {
     "megatron_lite/zero/__init__.py": "",
     "megatron_lite/zero/stage.py": "from megatron_lite.errors import UsageError",
     "megatron_lite/zero/notes.txt": "",
+    "megatron_lite/pretrain.py": "import megatron_lite.setup_run",
     "megatron_lite/data/__init__.py": "",
     "megatron_lite/data/loader.py": "import megatron_lite.errors",
     "megatron_lite/planner/__init__.py": "",

@@ -29,7 +29,7 @@ from megatron_lite.model.layer import MicroBatch
 from tests.checkpoint.test_engine import Contents, assert_same, read_all
 from tests.support.engine_runs import Engine, digest
 from tests.support.harness import tiny_config
-from tests.support.memory_meters import one_plan
+from tests.support.plans import one_plan
 from tests.support.thread_ranks import on_threads
 
 Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeRO stage

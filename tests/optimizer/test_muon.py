@@ -27,7 +27,8 @@ from megatron_lite.zero.stage import Stage
 from tests.support.engine_runs import Engine
 from tests.support.harness import LLAMA, parameters_of, run_distributed, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import PeakMeter, one_plan
+from tests.support.memory_meters import PeakMeter
+from tests.support.plans import one_plan
 from tests.support.whole_parameters import Weights, fill_gradients, gradient, masters, together
 
 Options = dict[str, Any]

@@ -8,7 +8,8 @@ import pytest
 from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import run_distributed, start_run, tiny_config
-from tests.support.memory_meters import one_plan, some
+from tests.support.memory_meters import some
+from tests.support.plans import one_plan
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)

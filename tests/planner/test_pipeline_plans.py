@@ -18,13 +18,8 @@ from pretrain_gpt import main
 from tests.planner.test_plan import SIZES
 from tests.support.harness import run_distributed, start_run, tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import (
-    AllocatorMeter,
-    micro_batches,
-    one_plan,
-    simulated_rank,
-    some,
-)
+from tests.support.memory_meters import AllocatorMeter, micro_batches, some
+from tests.support.plans import one_plan, simulated_rank
 from tests.support.thread_ranks import rank_grid
 
 Options = dict[str, Any]

@@ -31,11 +31,9 @@ from tests.support.memory_meters import (
     measure_kept,
     measured_peak,
     micro_batches,
-    one_plan,
-    planned_memory,
-    simulated_rank,
     some,
 )
+from tests.support.plans import one_plan, planned_memory, simulated_rank
 
 Books = tuple[dict[str, int], dict[str, tuple[int, int, int, int]]]
 

@@ -14,9 +14,9 @@ from tests.support.memory_meters import (
     AllocatorMeter,
     measured_peak,
     micro_batches,
-    simulated_rank,
     some,
 )
+from tests.support.plans import simulated_rank
 from tests.support.random_configurations import Drawn, draw_configurations
 
 DRAWN = draw_configurations(12)

@@ -19,14 +19,8 @@ from tests.planner.test_plan import EVERY_NORM, SIZES
 from tests.planner.test_tensor_parallel_plans import LLAMA
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import (
-    AllocatorMeter,
-    measure_kept,
-    micro_batches,
-    planned_memory,
-    simulated_rank,
-    some,
-)
+from tests.support.memory_meters import AllocatorMeter, measure_kept, micro_batches, some
+from tests.support.plans import planned_memory, simulated_rank
 
 Options = dict[str, Any]
 

@@ -16,7 +16,8 @@ from pretrain_gpt import main
 from tests.planner.test_plan import Books, configured, mistral, planned, run_steps
 from tests.support.engine_runs import Engine
 from tests.support.harness import bytes_by_kind, run_distributed
-from tests.support.memory_meters import micro_batches, one_plan, simulated_rank, some
+from tests.support.memory_meters import micro_batches, some
+from tests.support.plans import one_plan, simulated_rank
 from tests.support.wire import sent_bytes
 
 Options = dict[str, Any]

@@ -16,7 +16,8 @@ from megatron_lite.planner import plan
 from tests.planner.test_plan import LEVELS, PEAK_CASES, SIZES
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import a_model, measured_peak, micro_batches, planned_memory, some
+from tests.support.memory_meters import a_model, measured_peak, micro_batches, some
+from tests.support.plans import planned_memory
 
 
 class NoKernel:

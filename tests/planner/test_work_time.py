@@ -28,7 +28,7 @@ from pretrain_gpt import main
 from scripts.docs.dry_runs import PUBLISHED_SPEEDS, planned_step
 from tests.support.harness import tiny_config
 from tests.support.launch import TINY
-from tests.support.memory_meters import one_plan
+from tests.support.plans import one_plan
 
 LLAMA: dict[str, Any] = dict(
     use_rotary_embeddings=True,

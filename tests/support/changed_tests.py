@@ -22,8 +22,9 @@ ALWAYS = ("tests/test_structure.py",)
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
 OF_DOCUMENTS = ("tests/docs", "tests/scripts/test_scripts.py")
 # Tests of whole runs need the loop with all that it imports, and what puts a run together without
-# what that imports: a tool has tests of its own.
+# the tools that it uses: they have tests of their own.
 LOOP = "megatron_lite/train.py"
+TOOLS = tuple(f"megatron_lite/{room}/" for room in ("corpus", "generation", "planner", "reports"))
 PUTS_TOGETHER = ("pretrain_gpt.py", "megatron_lite/pretrain.py", "megatron_lite/setup_run.py")
 WHOLE_RUNS = ("tests/train/", "tests/faults/", "tests/outputs/")
 
@@ -50,6 +51,8 @@ def needed_tests(root: Path, changed: Iterable[str]) -> list[str] | None:
     paths.append(root / "pretrain_gpt.py")
     sources = {path.relative_to(root).as_posix(): path for path in paths}
     imports = {name: set(_imports(root, name, path)) for name, path in sources.items()}
+    for name in PUTS_TOGETHER:
+        imports[name] = {other for other in imports[name] if not other.startswith(TOOLS)}
     tests = [name for name in sources if _is_test(name)]
     for name in tests:
         imports[name] |= set(_of_place(sources, name))

@@ -19,12 +19,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.config import Config
 from megatron_lite.distributed.pipeline_group import one_pipeline_rank
 from megatron_lite.distributed.rank_group import alone
-from megatron_lite.kernels.choice import choose_kernels
-from megatron_lite.model.gpt import model_layers
 from megatron_lite.model.layer import Layer, MicroBatch
-from megatron_lite.optimizer.partition import partitioned
-from megatron_lite.planner.plan import Plan, Planner, SimulatedGroup, planned_durations
-from megatron_lite.planner.step_memory import ActivationMemory
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
 from tests.support.harness import layers_of
@@ -65,19 +60,6 @@ def a_model(config: Config, layers: list[Layer] | None = None) -> MultiStage:
     return model
 
 
-def simulated_rank(
-    config: Config, ranks: int, rank: int = 0, device_type: str = "cpu"
-) -> MultiStage:
-    """The model of one rank with memory on CPU; its groups do not exist: their collectives leave
-    garbage."""
-    group = SimulatedGroup(rank, ranks, device_type, "cpu", config.distributed)
-    kernels = choose_kernels(config, torch.device("cpu"), planned=True)
-    durations = planned_durations(config, ranks, "cpu")
-    return partitioned(
-        config, model_layers(config, kernels, group.tensor), group, durations=durations
-    )
-
-
 def micro_batches(config: Config) -> list[MicroBatch]:
     """The micro-batches of one step, of random tokens; with --reset_position_ids=1 each has
     positions of its own."""
@@ -95,16 +77,6 @@ def micro_batches(config: Config) -> list[MicroBatch]:
         )
         for _ in range(batch.sequential_micro_batches)
     ]
-
-
-def one_plan(config: Config, ranks: int, device_type: str = "cpu", rank: int | None = None) -> Plan:
-    """Plan as `make_plan` does, at the recompute level of the configuration, and no others."""
-    return Planner(ranks, device_type, rank).plan(config)
-
-
-def planned_memory(config: Config, ranks: int = 1) -> ActivationMemory:
-    """Return the planned activations of a rank on a CPU."""
-    return one_plan(config, ranks).activations[config.performance.mlp_recompute_level]
 
 
 def measured_peak(model: MultiStage, batches: list[MicroBatch]) -> int:

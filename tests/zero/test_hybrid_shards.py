@@ -25,8 +25,8 @@ from tests.checkpoint.test_tensor_layouts import begin, go_on
 from tests.support.engine_runs import Engine, LateGroup, Outcome, Wrapped
 from tests.support.harness import LLAMA, bytes_by_kind, tiny_config
 from tests.support.launch import TINY, succeed
-from tests.support.memory_meters import one_plan
 from tests.support.metrics import read_metrics
+from tests.support.plans import one_plan
 from tests.support.thread_ranks import ThreadRank, on_threads, rank_grid
 
 Options = Mapping[str, Any]
