@@ -1,5 +1,6 @@
 """What the tries share: a folder, a real Slurm, and the table of what was seen."""
 
+import inspect
 import os
 import re
 import shutil
@@ -51,7 +52,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()
     if report.when == "call" or not report.passed and report.when == "setup":
-        words = (item.function.__doc__ or item.name).splitlines()[0]  # type: ignore[attr-defined]
+        text = inspect.getdoc(item.function) or item.name  # type: ignore[attr-defined]
+        words = text.split("\n\n")[0].replace("\n", " ")
         fault, what = re.fullmatch(r"(?:([0-9 and]+): )?(.*)", words).groups("")
         seen = "; ".join(str(value) for name, value in report.user_properties if name == "seen")
         cells = (fault, what, report.outcome, seen, f"{report.duration:.0f}")

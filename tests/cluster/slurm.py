@@ -9,6 +9,7 @@ in a copy of the checkout, where `VENV` has a torchrun that starts one rank a no
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -400,6 +401,17 @@ class Slurm:
             for line in path.read_text().split("\n")
         ]
         return "\n".join(line for line in lines if not line.startswith("iteration "))
+
+    def save_s(self, number: int) -> float:
+        """Wait until the job's log has the line of its only save; return how long that took."""
+        found = list[str]()
+
+        def saved() -> bool:
+            found[:] = re.findall(r"^saved .* ([0-9.]+) s\)$", self.log(number), re.M)
+            return bool(found)
+
+        until(saved, lambda: self.log(number))
+        return float(found[0])
 
     def version(self) -> str:
         return self.call("sinfo", "--version")

@@ -57,8 +57,8 @@ def test_a_save_longer_than_the_grace_time(slurm: Slurm, record_property: Seen) 
     slurm.preempt()
     slurm.comes_back(job)
     (saved,) = run.checkpoints()
-    (seconds,) = re.findall(r"^saved .* ([0-9.]+) s\)$", slurm.log(job), re.M)
-    assert float(seconds) > GRACE_S
+    seconds = slurm.save_s(job)
+    assert seconds > GRACE_S
     run.trains(saved)
     record_property(
         "seen",
@@ -207,8 +207,8 @@ def test_planned_job_preempted(slurm: Slurm, record_property: Seen) -> None:
     slurm.preempt()
     until(lambda: run.exit().get("exit_code"), lambda: slurm.log(job))
     assert run.exit()["exit_code"] == 75 and run.checkpoints(), slurm.log(job)
-    (seconds,) = re.findall(r"^saved .* ([0-9.]+) s\)$", slurm.log(job), re.M)
-    assert float(seconds) > GRACE_S
+    seconds = slurm.save_s(job)
+    assert seconds > GRACE_S
     state = slurm.wait(job, "FAILED", "PENDING")
     record_property("seen", f"saved {run.checkpoints()[-1]} in {seconds} s, 75, job {state}")
 

@@ -34,8 +34,8 @@ def test_preempted(fsync_s: int, slurm: Slurm, record_property: Seen) -> None:
     slurm.preempt()
     until(lambda: run.exit().get("exit_code"), lambda: slurm.log(job))
     assert run.exit()["exit_code"] == 75 and run.checkpoints(), slurm.log(job)
-    (seconds,) = re.findall(r"^saved .* ([0-9.]+) s\)$", slurm.log(job), re.M)
-    assert (float(seconds) > GRACE_S) == (fsync_s == 5), seconds
+    seconds = slurm.save_s(job)
+    assert (seconds > GRACE_S) == (fsync_s == 5), seconds
     state = slurm.wait(job, "FAILED", "PENDING")
     record_property(
         "seen",

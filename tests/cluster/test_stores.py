@@ -207,12 +207,15 @@ def test_a_cut_copy(store: Store, folder: Path, record_property: Seen) -> None:
     for suffix in ("bin", "idx"):
         store.system().put_file(f"{prefix}.{suffix}", f"bucket/{name}.{suffix}")
     one, line = Run(folder / f"{name}_run"), store.line
-    flags = (*FLAGS, "--dataset_source=files", f"--data_path={store.address}/{name}")
-    flags = (*flags, "--split=1", "--train_iters=2", "--checkpoint_interval=none")
+    flags = (*FLAGS, f"--data_path={store.address}/{name}", "--split=1")
+    flags = (*flags, "--train_iters=2", "--checkpoint_interval=none")
     part = f"**/{name}.bin.part"
     line.turn("slow", COPY_BYTES_S)
     with Start(one, store, flags, folder / f"{name}.txt") as start:
-        until(lambda: sum(path.stat().st_size for path in one.folder.glob(part)) > size // 4)
+        until(
+            lambda: sum(path.stat().st_size for path in one.folder.glob(part)) > size // 4,
+            start.log,
+        )
     line.turn("")
     (cut_bytes,) = (path.stat().st_size for path in one.folder.glob(part))
     before_bytes = line.down_bytes
