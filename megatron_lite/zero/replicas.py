@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -105,13 +106,9 @@ def assembled(spec: ParameterSpec, parts: Sequence[Tensor]) -> Tensor:
 def _segments(starts: list[tuple[int, bool]], end: int) -> list[Segment]:
     """Merge neighbouring tiles that both count or both do not, given their starts, into
     segments."""
-    firsts = [(0, True)] if not starts else [(0, starts[0][1])]
-    firsts += [
-        (start, counts)
-        for (_, before), (start, counts) in itertools.pairwise(starts)
-        if counts != before
-    ]
-    ends = [start for start, _ in firsts[1:]] + [end]
+    firsts = [next(run) for _, run in itertools.groupby(starts, itemgetter(1))] or [(0, True)]
+    edges = [0, *(start for start, _ in firsts[1:]), end]
     return [
-        Segment(start, last, counts) for (start, counts), last in zip(firsts, ends, strict=True)
+        Segment(*both, counts)
+        for both, (_, counts) in zip(itertools.pairwise(edges), firsts, strict=True)
     ]
