@@ -199,7 +199,7 @@ def _open_inputs(
         check_trackers(config)
         script = config.training.export_callback_script
     run.callback = open_callback(script, environment_with(variables), variables)
-    run.data = open_data(config, distributed.data.rank, distributed.data.world_size, began)
+    run.data = open_data(config, distributed.samples.rank, distributed.samples.world_size, began)
     run.data.while_waiting = distributed.check_step
     metric, _, name = (config.checkpoint.keep_best or "").partition("/")
     if name and name not in (names := run.data.alone("validation")):

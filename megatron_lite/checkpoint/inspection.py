@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,15 +52,14 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
             problems += not_finite(folder, content, progress)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    pipeline, data, tensor = content.grid.values()
-    ranks = (
-        f"{pipeline}x{data}x{tensor}"
-        if pipeline > 1
-        else str(data)
-        if tensor == 1
-        else f"{data}x{tensor}"
-    )
-    return Inspection(num_bytes, ranks, problems, remarks)
+    return Inspection(num_bytes, _shape_text(content.grid), problems, remarks)
+
+
+def _shape_text(shape: Mapping[str, int]) -> str:
+    """Return the ranks along each dimension; without a pipeline, from data-parallel ranks to the
+    last dimension with several."""
+    text = "x".join(map(str, shape.values()))
+    return re.sub("(x1)+$", "", text[2:]) if text.startswith("1x") else text
 
 
 def _check_header(

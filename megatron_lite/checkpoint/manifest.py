@@ -41,6 +41,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from megatron_lite.checkpoint.blocks import SavedFile, Slice
@@ -55,6 +56,7 @@ from megatron_lite.checkpoint.names import (
 )
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options, with_current_names
 from megatron_lite.config import JsonObject
+from megatron_lite.config.dimensions import OF_A_SAMPLE, RankGrid, ranks_per_sample
 from megatron_lite.config.system import DTYPES
 from megatron_lite.errors import DamagedError
 
@@ -93,12 +95,10 @@ class Manifest:
     def grid(self) -> dict[str, int]:
         """Pipeline, data and tensor-parallel ranks of the run that saved the checkpoint; all 1
         after a conversion."""
-        pipeline, tensor = (
-            int(self.config.get(f"{name}_parallel", 1)) for name in ("pipeline", "tensor")
-        )
-        data, rest = divmod(self.world_size, pipeline * tensor)
-        pipeline, data, tensor = (1, self.world_size, 1) if rest else (pipeline, data, tensor)
-        return {"pipeline": pipeline, "data": data, "tensor": tensor}
+        sizes = {row.option: self.config.get(row.option, row.unset) for row in OF_A_SAMPLE}
+        asked = SimpleNamespace(**sizes)
+        fits = self.world_size % ranks_per_sample(asked) == 0
+        return RankGrid(self.world_size, asked if fits else None).shape
 
     def places(
         self, kinds: Callable[[SavedParameter], Iterable[str]] = lambda parameter: parameter.slices

@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.history import History, counts_of, history_of
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
 from megatron_lite.config import Config, JsonObject
+from megatron_lite.config.dimensions import OF_A_SAMPLE
 from megatron_lite.config.source import CheckpointConfig
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.agreement import rank_0_works, together
@@ -319,11 +320,10 @@ def resume(
 def _other_ranks(loaded: Manifest, distributed: Distributed) -> str:
     """Return a line ending that names the ranks that saved a checkpoint; empty if the layout is the
     same."""
-    saved, current = loaded.grid, {"pipeline": distributed.pipeline, "tensor": distributed.tensor}
     flags = [
-        f"--{name}_parallel={saved[name]}"
-        for name in current
-        if saved[name] != current[name].world_size
+        f"--{row.option}={loaded.grid[row.name]}"
+        for row in OF_A_SAMPLE
+        if loaded.grid[row.name] != distributed.grid.sizes[row.name]
     ]
     if loaded.world_size == distributed.world_size and not flags:
         return ""

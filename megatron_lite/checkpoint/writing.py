@@ -46,8 +46,8 @@ from megatron_lite.checkpoint.names import (
     work_path,
 )
 from megatron_lite.config import Config, flatten
+from megatron_lite.config.dimensions import DATA, RankGrid
 from megatron_lite.distributed.agreement import together, write_together
-from megatron_lite.distributed.grid import Coordinates
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, OutOfMemoryError
 from megatron_lite.kernels.weight_shard import weights_of
@@ -165,8 +165,7 @@ class Save:
             state=self._state,
             files={rank_file(rank): file.saved for rank, file in enumerate(written)},
             parameters=locate_parameters(
-                [(rank_of[stage], part) for stage, part in parts],
-                list(zip(self._distributed.places, written, strict=True)),
+                [(rank_of[stage], part) for stage, part in parts], self._distributed.grid, written
             ),
         )
         path = self._temporary / MANIFEST_NAME
@@ -225,14 +224,14 @@ def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
 
 
 def locate_parameters(
-    parts: Sequence[tuple[int, FlatShard]], ranks: Sequence[tuple[Coordinates, WrittenFile]]
+    parts: Sequence[tuple[int, FlatShard]], grid: RankGrid, written: Sequence[WrittenFile]
 ) -> dict[str, SavedParameter]:
     """Return every parameter's slices, in the order of the model.
 
     A file holds the shards part by part, kind by kind. Replicated elements are those of their first
     holder.
 
-    parts: of the whole model, each with its pipeline rank. ranks: each rank's place and file.
+    parts: of the whole model, each with its pipeline rank. written: each rank's file.
     """
     parameters: dict[str, SavedParameter] = {}
     for _, part in parts:
@@ -243,12 +242,13 @@ def locate_parameters(
             parameters[slot.spec.name] = SavedParameter(
                 dtype_name(part.kinds()["weights"]), tuple(slot.spec.shape), empty
             )
-    for rank, (place, file) in enumerate(ranks):
+    for rank, file in enumerate(written):
+        place = grid.place(rank)
         offset = file.data_start
-        for part in [part for pipeline_rank, part in parts if pipeline_rank == place.pipeline]:
+        for part in [part for pipeline_rank, part in parts if pipeline_rank == place["pipeline"]]:
             for kind, dtype in part.kinds().items():
-                for spec, tile in part.layout.tiles(place.data, place.tensor):
-                    if part.has(kind, spec) and tile.holders[0] == place.tensor:
+                for spec, tile in part.layout.tiles(place[DATA], place["tensor"]):
+                    if part.has(kind, spec) and tile.holders[0] == place["tensor"]:
                         start, num_bytes = (
                             count * dtype.itemsize for count in (tile.offset, tile.numel)
                         )

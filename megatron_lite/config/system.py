@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megatron_lite.config.dimensions import RankGrid, ranks_per_sample
 from megatron_lite.config.option import (
     Area,
     Auto,
@@ -325,11 +326,8 @@ def number_of_stages(num_layers: int, layers_per_stage: float) -> int:
 def shard_of_node(options: DistributedConfig, world_size: int, nodes: int) -> int:
     """Return the data-parallel ranks of a node, of nodes with equally many, if they are side by
     side; else 0 (all)."""
-    ranks = world_size // (options.tensor_parallel * options.pipeline_parallel)
-    together = options.tensor_parallel * (
-        options.pipeline_parallel if options.pipeline_first else 1
-    )
-    size, rest = divmod(world_size, nodes * together)
+    ranks = world_size // ranks_per_sample(options)
+    size, rest = divmod(world_size, nodes * RankGrid(world_size, options).strides["shard"])
     return size if rest == 0 and 1 < size < ranks and ranks % size == 0 else 0
 
 

@@ -1,60 +1,68 @@
-"""The ranks of a run as a grid of pipeline x replica x shard x tensor ranks, and the groups along
-its dimensions.
+"""The groups of a rank along the dimensions of the grid of ranks (`config.dimensions`).
 
-Tensor-parallel ranks are adjacent. torch's `init_device_mesh` would make the same groups, but
-without a time-out, and with references to them that `Distributed.close` could not drop.
+torch's `init_device_mesh` would make the same groups, but without a time-out, and with references
+to them that `Distributed.close` could not drop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from megatron_lite.config import DistributedConfig
+from megatron_lite.config.dimensions import DIMENSIONS, GROUPS, RankGrid
 from megatron_lite.distributed.pipeline_group import PipelineGroup
-from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Traffic
 
-
-class Coordinates(NamedTuple):
-    """A rank's place among the pipeline, data and tensor-parallel ranks."""
-
-    pipeline: int
-    data: int
-    tensor: int
+# By name. The others are along one dimension, even if these ranks are those of a larger group.
+OF_SEVERAL = frozenset(group for row in DIMENSIONS for group in row.sums)
+TYPES: Mapping[str, type[Group]] = MappingProxyType(
+    {row.name: PipelineGroup for row in DIMENSIONS if row.sends}
+)
 
 
-def place_of(rank: int, world_size: int, options: DistributedConfig) -> Coordinates:
-    """Return a rank's place: along the ranks the tensor coordinate changes fastest, then by default
-    the data one."""
-    others, tensor = divmod(rank, options.tensor_parallel)
-    if options.pipeline_first:
-        data, pipeline = divmod(others, options.pipeline_parallel)
-    else:
-        pipeline, data = divmod(
-            others, world_size // (options.pipeline_parallel * options.tensor_parallel)
-        )
-    return Coordinates(pipeline, data, tensor)
+class Groups(Group):
+    """The group of all ranks, with this rank's group for each name in `GROUPS`.
 
+    Weights are gathered and gradients reduced over `data`, with hybrid shards over `shard` and
+    `replicate`. Norms and losses are summed over `layers`, then over `pipeline`.
+    """
 
-def groups_along(dimensions: Sequence[int], places: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the groups of ranks whose places differ only in these dimensions, each in ascending
-    order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        others = tuple(
-            index for dimension, index in enumerate(place) if dimension not in dimensions
-        )
-        groups.setdefault(others, []).append(rank)
-    return [*groups.values()]
+    pipeline: PipelineGroup
+    layers: Group  # the ranks with the same layers
+    data: Group  # those of them with the same part of each layer
+    samples: Group  # those of them with different samples
+    shard: Group  # those of them that share full weights and gradients
+    replicate: Group  # those with the same place in other such groups
+    tensor: Group
+
+    def take(self, grid: RankGrid, make: Callable[[str, type[Group]], Group]) -> None:
+        """Take the groups of a grid, in the same order on all ranks.
+
+        make: returns this rank's group by name and type. Not called for one dimension of one rank,
+        nor for several dimensions with the ranks of a group that there is already.
+        """
+        self.grid = grid
+        self.groups: list[Group] = [self]
+        known: dict[frozenset[str], Group] = {_with_several_ranks(grid, grid.sizes): self}
+        for name, dimensions in GROUPS.items():
+            of_type, several = TYPES.get(name, Group), _with_several_ranks(grid, dimensions)
+            if name in OF_SEVERAL and several in known:
+                group = known[several]
+            elif name in OF_SEVERAL or several:
+                group = make(name, of_type)
+                self.groups.append(group)
+            else:
+                group = of_type(0, 1, self.device, None, Traffic())
+            if name in OF_SEVERAL:
+                known[several] = group
+            setattr(self, name, group)
 
 
 def divide(
-    world: Distributed, new_group: Callable[[Sequence[int]], Any], options: DistributedConfig
+    world: Groups, new_group: Callable[[Sequence[int]], Any], options: DistributedConfig
 ) -> None:
     """Divide the ranks into groups; all ranks call this together.
 
@@ -65,32 +73,27 @@ def divide(
     new_group: creates a process group of the given ranks; all ranks call it. options: with an unset
         --data_parallel_shard, all data-parallel ranks share shards.
     """
-    tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
-    ranks = world.world_size // (pipeline * tensor)  # data-parallel
-    shard = options.data_parallel_shard or ranks
-    world.places = [place_of(rank, world.world_size, options) for rank in range(world.world_size)]
-    grid = [(place.pipeline, *divmod(place.data, shard), place.tensor) for place in world.places]
+    grid = RankGrid(world.world_size, options)
 
-    def process_group(dimensions: Sequence[int]) -> tuple[list[int], Any]:
-        made = [(ranks, new_group(ranks)) for ranks in groups_along(dimensions, grid)]
-        return next((ranks, group) for ranks, group in made if world.rank in ranks)
+    def process_group(name: str) -> Any:
+        made = [(ranks, new_group(ranks)) for ranks in grid.ranks(name)]
+        return next(group for ranks, group in made if world.rank in ranks)
 
-    def own(
-        dimensions: Sequence[int],
-    ) -> tuple[int, int, torch.device, Any, Traffic, StepWatch | None]:
-        ranks, group = process_group(dimensions)
-        return ranks.index(world.rank), len(ranks), world.device, group, world.traffic, world.watch
+    def make(name: str, of_type: type[Group]) -> Group:
+        group = of_type(
+            grid.place(world.rank)[name],
+            grid.size(name),
+            world.device,
+            process_group(name),
+            world.traffic,
+            world.watch,
+        )
+        if isinstance(group, PipelineGroup):
+            group.messages = process_group(name), process_group(name)
+        return group
 
-    if pipeline > 1:
-        world.pipeline = PipelineGroup(*own((0,)))
-        world.pipeline.messages = process_group((0,))[1], process_group((0,))[1]
-        world.layers = Group(*own((1, 2, 3)))
-        world.groups += [world.pipeline, world.layers]
-    world.data = world.layers
-    if tensor > 1:
-        world.data, world.tensor = Group(*own((1, 2))), Group(*own((3,)))
-        world.groups += [world.data, world.tensor]
-    world.shard = world.data
-    if shard < ranks:
-        world.shard, world.replicate = Group(*own((2,))), Group(*own((1,)))
-        world.groups += [world.shard, world.replicate]
+    world.take(grid, make)
+
+
+def _with_several_ranks(grid: RankGrid, dimensions: Collection[str]) -> frozenset[str]:
+    return frozenset(name for name in dimensions if grid.sizes[name] > 1)

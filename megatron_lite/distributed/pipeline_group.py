@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.traffic import Handle, Traffic
+from megatron_lite.distributed.traffic import Handle
 
 # see `from_owner`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -82,8 +82,3 @@ class PipelineGroup(Group):
     def _next_message(self, kind: str, peer: int) -> int:
         self._numbers[kind, peer] += 1
         return self._numbers[kind, peer] % 2**30
-
-
-def one_pipeline_rank(device: torch.device) -> PipelineGroup:
-    """Return a pipeline of one rank."""
-    return PipelineGroup(0, 1, device, None, Traffic())

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite.distributed.pipeline_group import one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.config import DistributedConfig
+from megatron_lite.distributed.grid import Groups, divide
 from megatron_lite.distributed.step_watch import POLL_S, StepWatch
 from megatron_lite.distributed.traffic import Progress, Traffic
 from megatron_lite.errors import is_lost_peer, lost_peer
 
 
-class Distributed(Group):
-    """The group of all ranks: rank, device, collectives, and the groups that divide it (see
-    `grid.py`).
+class Distributed(Groups):
+    """The group of all ranks: rank, device, collectives, and the groups that divide it.
 
     Args:
         local_world_size: number of ranks on this machine.
@@ -49,17 +48,10 @@ class Distributed(Group):
             local_world_size  # ranks that may use this rank's cores, itself included
         )
         self._cpu_group = cpu_group
-        self.pipeline = one_pipeline_rank(device)  # pipeline-parallel ranks
-        self.layers: Group = self  # data and tensor-parallel ranks: those with the same layers
-        self.data: Group = self  # data-parallel ranks
-        self.shard: Group = self  # those of them that share full weights and gradients
-        self.replicate: Group = alone(device)  # those with the same place in other such groups
-        self.tensor: Group = alone(device)  # tensor-parallel ranks
-        self.groups: list[Group] = [self]  # all groups of this rank
+        divide(self, dist.new_group, DistributedConfig())  # into one
         self.nodes = (
             1  # machines with equally many ranks each, where --data_parallel_shard rests on them
         )
-        self.places: Any = None  # of all ranks: see `grid.Coordinates`
 
     def close(self) -> None:
         """Destroy the process groups, after the last collective has finished.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_lite import __version__
 from megatron_lite.config import DistributedConfig
+from megatron_lite.config.dimensions import DIMENSIONS
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.grid import divide
 from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
@@ -219,10 +220,9 @@ def warm_up(distributed: Distributed) -> None:
             buffer = torch.zeros(numel, device=distributed.device)
             group.reduce_scatter(buffer).wait()
             group.all_gather(buffer).wait()
-            if group is distributed.tensor:
-                group.all_reduce(
-                    buffer, "sum"
-                ).wait()  # NCCL connects each algorithm at its first use
+        for row in DIMENSIONS:
+            if row.in_layers:  # NCCL connects each algorithm at its first use
+                getattr(distributed, row.name).all_reduce(buffer, "sum").wait()
         distributed.pipeline.connect()
     distributed.wait_for_device()
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from megatron_lite.config import BatchConfig, Config
+from megatron_lite.config.dimensions import DATA
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
@@ -43,7 +44,8 @@ def derived_numbers(
     """Return derived numbers of the run by name; `data` describes the data sets, `batches` are
     those of all starts."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
-    shape = (batch.micro_batch_size, distributed.data.world_size, batch.breadth_first_micro_batches)
+    ranks = distributed.samples.world_size
+    shape = (batch.micro_batch_size, ranks, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
     why_threads = ""
@@ -67,16 +69,8 @@ def derived_numbers(
 def describe_ranks(distributed: Distributed) -> str:
     """Return the number of ranks, with their groups if there are several: "8 (2 pipeline x 2 data x
     2 tensor)"."""
-    groups = {
-        "pipeline": distributed.pipeline,
-        "data": distributed.data,
-        "tensor": distributed.tensor,
-    }
-    sizes = {
-        name: group.world_size
-        for name, group in groups.items()
-        if name == "data" or group.world_size > 1
-    }
+    shape = distributed.grid.shape
+    sizes = {name: size for name, size in shape.items() if name == DATA or size > 1}
     grid = " x ".join(f"{size} {name}" for name, size in sizes.items())
     return f"{distributed.world_size}" + (f" ({grid})" if len(sizes) > 1 else "")
 

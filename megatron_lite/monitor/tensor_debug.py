@@ -84,8 +84,8 @@ class CopyCheck:
             return
         compared = sum(
             counts[rank]
-            for rank, place in enumerate(self._distributed.places)
-            if place[1:] == (0, 0)
+            for rank in range(self._distributed.world_size)
+            if self._distributed.grid.place(rank)["layers"] == 0
         )
         for rank, lines in enumerate(everyone):
             for line in lines:

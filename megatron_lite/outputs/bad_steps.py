@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.names import newest_before, parse_json, read_bytes
 from megatron_lite.config import JsonObject, flatten
+from megatron_lite.config.dimensions import DATA, SAMPLES
 from megatron_lite.distributed.agreement import together
 from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.run import Run
@@ -179,17 +180,19 @@ def examine(run: Run, iteration: int) -> JsonObject:
     firsts: dict[
         int, tuple[int, int, Any]
     ] = {}  # the lowest index of each pipeline rank, with rank and description
+    place = distributed.grid.place
     for rank, one in enumerate(everyone):
         if one["first"] is not None:
             index, described = one["first"]
-            pipeline_rank = distributed.places[rank].pipeline
+            pipeline_rank = place(rank)["pipeline"]
             firsts[pipeline_rank] = min(
                 firsts.get(pipeline_rank, (index, rank, described)), (index, rank, described)
             )
     if firsts:  # of several pipeline ranks, the one that the others follow
         _, rank, (_, micro_batch, _, name) = min(firsts.values(), key=itemgetter(2))
-        data_rank = distributed.places[rank].data
-        first, count = run.data.split("training", iteration).piece(micro_batch, data_rank)
+        first, count = run.data.split("training", iteration).piece(
+            micro_batch, place(rank)[SAMPLES]
+        )
         found |= {
             "tensor": name,
             "rank": rank,
@@ -198,7 +201,7 @@ def examine(run: Run, iteration: int) -> JsonObject:
             + batch_schedule(run.config.batch).consumed_samples(iteration - 1),
             "samples": count,
             "dropout_seed": dropout_seed(
-                run.config.distributed.seed, iteration, micro_batch, data_rank
+                run.config.distributed.seed, iteration, micro_batch, place(rank)[DATA]
             ),
         }
     squares: dict[str, float] = defaultdict(float)

@@ -108,7 +108,7 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
         if isinstance(parameter, Parameter)
     )
     block_bytes = numel * DTYPES[config.distributed.training_dtype].itemsize
-    own = config.model.num_layers // config.distributed.pipeline_parallel
+    own = config.model.num_layers // group.pipeline.world_size
     wanted, most = worthwhile_bytes(ranks, device_type), max(1, own // 4)
     blocks = min(most, math.ceil(wanted / block_bytes))
     capped = f"; {most} is a quarter of a rank's blocks" if blocks * block_bytes < wanted else ""

@@ -25,6 +25,7 @@ PLANNING = frozenset(
     }
 )
 PROGRAM = "pretrain_gpt.py"
+GPUS_PER_NODE = 8
 # Time limits of a job, which is requeued until the run is complete and needs time to save.
 LONGEST_JOB_H = 24
 MARGIN = 1.25  # on the predicted time
@@ -97,25 +98,24 @@ def _without(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
             yield word
 
 
-def layout_of_nodes(world_size: int, most_per_node: int, together: int = 1) -> tuple[int, int]:
+def layout_of_nodes(world_size: int, together: int = 1) -> tuple[int, int]:
     """Return nodes and ranks per node: the fewest nodes with equal numbers of ranks.
 
-    together: size of a tensor-parallel group, which stays within a node if it fits.
+    together: ranks that share a layer, which stay within a node if they fit.
     """
-    sizes = [size for size in range(1, most_per_node + 1) if world_size % size == 0]
+    sizes = [size for size in range(1, GPUS_PER_NODE + 1) if world_size % size == 0]
     per_node = max([size for size in sizes if size % together == 0] or sizes)
     return world_size // per_node, per_node
 
 
-def launcher(world_size: int, most_per_node: int, together: int = 1) -> list[str]:
-    """Return the words that start a program on `world_size` ranks.
+def launcher(nodes: int, per_node: int) -> list[str]:
+    """Return the words that start a program on each of `nodes` nodes.
 
     With several nodes, run them on each node, with NODE_RANK counting from 0 and MASTER_ADDR naming
     the first node.
     """
-    if world_size == 1:
+    if nodes == per_node == 1:
         return ["python"]
-    nodes, per_node = layout_of_nodes(world_size, most_per_node, together)
     if nodes == 1:
         return ["torchrun", "--standalone", f"--nproc-per-node={per_node}"]
     return [

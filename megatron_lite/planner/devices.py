@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import DistributedConfig
+from megatron_lite.config.dimensions import DIMENSIONS, Dimension, RankGrid, ranks_per_layer
 from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.config.values import counted, shown
 from megatron_lite.errors import UsageError
-from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SCALE, SUM
 from megatron_lite.monitor.metrics import known_peak_tflops
-from megatron_lite.planner.command import layout_of_nodes
+from megatron_lite.planner.command import GPUS_PER_NODE, layout_of_nodes
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
     EIGHT_BITS,
@@ -33,7 +35,6 @@ MIB, GIB = 2**20, 2**30
 # the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
 PLANNED_GPU_BYTES = int(79.1 * GIB)
 
-GPUS_PER_NODE = 8
 DEFAULT_GPU = "h100"
 
 
@@ -107,7 +108,7 @@ NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 # Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
 HOST_BLOCK_S = 1e-3
-TENSOR_KINDS = (GATHER, REDUCE, SUM, SCALE)  # tensor-parallel traffic
+KINDS_IN_LAYERS = frozenset(kind for row in DIMENSIONS if row.in_layers for kind in row.kinds)
 
 
 def planned_type(distributed: DistributedConfig) -> str:
@@ -115,9 +116,11 @@ def planned_type(distributed: DistributedConfig) -> str:
     return "cpu" if "cpu" in (distributed.device, distributed.gpu) else "cuda"
 
 
-def planned_nodes(device_type: str, world_size: int, tensor: int) -> int:
+def planned_nodes(distributed: DistributedConfig, device_type: str, world_size: int) -> int:
     """Return the number of nodes of a plan; ranks on CPUs share one."""
-    return layout_of_nodes(world_size, GPUS_PER_NODE, tensor)[0] if device_type == "cuda" else 1
+    if device_type != "cuda":
+        return 1
+    return layout_of_nodes(world_size, ranks_per_layer(distributed))[0]
 
 
 def gpu_of(distributed: DistributedConfig) -> Device:
@@ -178,7 +181,7 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
         else f"no CPU in particular, {counted(threads, 'thread')}"
     )
     unnamed = " (as no --gpu is named)" if is_gpu and distributed.gpu is None else ""
-    dtype, tensor = distributed.training_dtype, distributed.tensor_parallel
+    dtype, grid = distributed.training_dtype, RankGrid(world_size, distributed)
     chosen = interconnect(distributed.interconnect)
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     tflops, (products, attention, source) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
@@ -190,9 +193,9 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
         f"products reach {products:.0%} of the peak, attention {attention:.0%} ({source}); passes over memory "
         f"{MEMORY_SHARE:.0%}",
     ]
-    pipeline, first = distributed.pipeline_parallel, distributed.pipeline_first
-    ring = world_size if first else world_size // pipeline
-    link, link_name = link_gb_s(chosen, gpu, ring, tensor) if is_gpu else (gpu.link_gb_s, "gloo")
+    link, link_name = gpu.link_gb_s, "gloo"
+    if is_gpu:
+        link, link_name = link_gb_s(chosen, gpu, grid.span("layers"), ranks_per_layer(distributed))
     if world_size > 1:
         hidden = (
             "they overlap with computation where there is a second buffer"
@@ -204,32 +207,13 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
             f"{gpu.latency_s * 1e6:,.0f} us each; {hidden}"
         )
     links = {"all": link}  # GB/s by kind of collective
-    in_node = gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-    if (shard := distributed.data_parallel_shard or 0) and is_gpu:
-        together = shard * tensor * (pipeline if first else 1)
-        near = (
-            in_node
-            if world_size // planned_nodes(device_type, world_size, tensor) % together == 0
-            else link
-        )
-        far, _ = link_gb_s(chosen, gpu, ring, tensor * shard)
-        links |= {"gather": near, "reduce": near, "replica gather": far, "replica reduce": far}
-        lines.append(
-            f"hybrid shards gather and reduce at {near:,.4g} GB/s, and across replicas at {far:,.4g} GB/s"
-        )
-    if tensor > 1 and is_gpu:
-        near = in_node if tensor <= GPUS_PER_NODE else link_gb_s(chosen, gpu, tensor)[0]
-        links |= dict.fromkeys(TENSOR_KINDS, near)
-        lines.append(
-            f"tensor-parallel ranks are neighbours with {near:,.4g} GB/s; their collectives overlap with the matrix "
-            "products that do not depend on them"
-        )
-    if pipeline > 1 and is_gpu:  # a GPU sends its messages alone
-        link, _ = link_gb_s(chosen, gpu, pipeline * tensor if first else world_size, GPUS_PER_NODE)
-        links["send"] = link
-        lines.append(
-            f"messages between pipeline ranks take {link:,.4g} GB/s; a receive overlaps with other passes"
-        )
+    if is_gpu:
+        per_node = world_size // planned_nodes(distributed, device_type, world_size)
+        along = {row.name: _own_link_gb_s(row, chosen, gpu, grid, per_node) for row in DIMENSIONS}
+        for row in sorted(DIMENSIONS, key=attrgetter("sends")):
+            if (getattr(distributed, row.option, 1) or 0) > row.unset:
+                links |= dict.fromkeys(row.kinds, along[row.name])
+                lines += [row.remark.format_map(along)] * bool(row.remark)
     collectives = {
         kind: CollectiveSpeed(gpu.latency_s, gb_s * 1e9 * LINK_SHARE)
         for kind, gb_s in links.items()
@@ -255,19 +239,32 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     )
 
 
+def _own_link_gb_s(
+    row: Dimension, chosen: Interconnect, gpu: Device, grid: RankGrid, per_node: int
+) -> float:
+    """Return the speed of the slowest link along a dimension."""
+    if row.is_near and per_node % grid.span(row.name) == 0:
+        return gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
+    nearer = DIMENSIONS[DIMENSIONS.index(row) + 1 :]
+    # A GPU sends its messages alone; the rings of nearer ranks share the links of a node.
+    rings = GPUS_PER_NODE if row.sends else math.prod(grid.sizes[other.name] for other in nearer)
+    return link_gb_s(chosen, gpu, grid.span((*row.sums, row.name)[0]), rings)[0]
+
+
 def link_gb_s(
-    chosen: Interconnect, gpu: Device, world_size: int, tensor_parallel: int = 1
+    chosen: Interconnect, gpu: Device, world_size: int, rings: int = 1
 ) -> tuple[float, str]:
     """Return the speed of a ring's slowest link, and its name.
 
-    The data-parallel rings of all tensor-parallel ranks in a node share its links.
+    world_size: neighbouring ranks that the ring is spread over. rings: those in a node, which share
+    its links.
     """
     if chosen.kind == "nvlink" or (chosen.kind == "auto" and world_size <= GPUS_PER_NODE):
         name = "links within a node" if chosen.kind == "auto" else "--interconnect=nvlink"
         return gpu.link_gb_s if chosen.gb_s is None else chosen.gb_s, name
     kind = "ib" if chosen.kind == "auto" else chosen.kind
     adapter = NODE_LINKS_GB_S[kind] if chosen.gb_s is None else chosen.gb_s
-    per_node = max(GPUS_PER_NODE // tensor_parallel, 1) if world_size > GPUS_PER_NODE else 1
+    per_node = max(GPUS_PER_NODE // rings, 1) if world_size > GPUS_PER_NODE else 1
     name = f"links between nodes ({kind})" if chosen.kind == "auto" else f"--interconnect={kind}"
     adapters = f", {per_node} adapters of {adapter:,.4g} GB/s:" if per_node > 1 else ""
     return min(adapter * per_node, gpu.link_gb_s), name + adapters

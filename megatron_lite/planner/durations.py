@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron_lite.config import Config, DistributedConfig
+from megatron_lite.config.dimensions import layer_options, ranks_per_layer
 from megatron_lite.model.block import Block
 from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.speeds import Speeds
@@ -58,7 +59,8 @@ def scheduled_durations(
 ) -> tuple[Durations, ...]:
     """Return the durations that schedules are made with: on one device, so that all ranks and plans
     have the same."""
-    dtype, tensor = config.distributed.training_dtype, config.distributed.tensor_parallel
-    options = dataclasses.replace(DistributedConfig(), training_dtype=dtype, tensor_parallel=tensor)
-    speeds = dataclasses.replace(data_sheet(options, "cuda", tensor), block_s=0.0)  # the host's
+    dtype, shared = config.distributed.training_dtype, layer_options(config.distributed)
+    options = dataclasses.replace(DistributedConfig(), training_dtype=dtype, **shared)
+    sheet = data_sheet(options, "cuda", ranks_per_layer(options))
+    speeds = dataclasses.replace(sheet, block_s=0.0)  # the host's
     return stage_durations(stages, costs, speeds, dtype)

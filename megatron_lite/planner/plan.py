@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, changed
+from megatron_lite.config.dimensions import DIMENSIONS, RankGrid, layer_options
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.grid import place_of
-from megatron_lite.distributed.pipeline_group import PipelineGroup, one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group, alone
+from megatron_lite.distributed.grid import Groups
+from megatron_lite.distributed.pipeline_group import PipelineGroup
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.step_watch import Event
 from megatron_lite.distributed.traffic import Handle, Total, Traffic
 from megatron_lite.kernels.choice import choose_kernels
@@ -45,9 +46,10 @@ from megatron_lite.zero.runner import execute
 from megatron_lite.zero.schedule import Order, Step
 
 UNDIVIDED = DistributedConfig()  # one group of all ranks
+IN_LAYERS = frozenset(row.name for row in DIMENSIONS if row.in_layers)
 
 
-class SimulatedGroup(Group):
+class SimulatedGroup(Groups):
     """One rank of a simulated group: counts collectives and moves nothing.
 
     Like `Distributed`, it has groups along each dimension of the grid of ranks, which share its
@@ -65,31 +67,19 @@ class SimulatedGroup(Group):
     ) -> None:
         super().__init__(rank, world_size, torch.device(device), None, traffic or Traffic())
         self.device_type = device_type
-        tensor = options.tensor_parallel
-        pipeline = options.pipeline_parallel
-        shard = options.data_parallel_shard
-        place, ranks = place_of(rank, world_size, options), world_size // (tensor * pipeline)
+        grid = RankGrid(world_size, options)
+        place = grid.place(rank)
 
-        def group(rank: int, size: int, device: str = device) -> SimulatedGroup:
-            return SimulatedGroup(rank, size, device_type, device, traffic=self.traffic)
+        def make(name: str, of_type: type[Group]) -> Group:
+            size = grid.size(name)
+            if of_type is PipelineGroup:
+                return SimulatedPipeline(place[name], size, self.device, None, self.traffic)
+            # Groups inside of layers allocate nothing; their traffic depends on the planned device
+            # type (`zero/replicas.py`).
+            on = device_type if device == "meta" and name in IN_LAYERS else device
+            return SimulatedGroup(place[name], size, device_type, on, traffic=self.traffic)
 
-        self.pipeline: PipelineGroup = one_pipeline_rank(self.device)
-        self.layers: Group = self
-        if pipeline > 1:
-            self.pipeline = SimulatedPipeline(
-                place.pipeline, pipeline, self.device, None, self.traffic
-            )
-            self.layers = group(place.data * tensor + place.tensor, ranks * tensor)
-        self.data, self.tensor = self.layers, alone(self.device)
-        if tensor > 1:
-            self.data = group(place.data, ranks)
-            # Allocates nothing itself; its traffic depends on the planned device type
-            # (`zero/replicas.py`).
-            self.tensor = group(place.tensor, tensor, device_type if device == "meta" else device)
-        self.shard, self.replicate = self.data, alone(self.device)
-        if shard and shard < ranks:
-            self.shard = group(place.data % shard, shard)
-            self.replicate = group(place.data // shard, ranks // shard)
+        self.take(grid, make)
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
         return self._started(kind, buffer, Works())
@@ -181,7 +171,7 @@ def planned_durations(
 ) -> Sequence[Durations] | None:
     """Return the durations of stages that a run's schedule is made with; None without a
     pipeline."""
-    if config.distributed.pipeline_parallel == 1:
+    if RankGrid(world_size, config.distributed).sizes["pipeline"] == 1:
         return None
     partition = Planner(world_size, device_type).partition(config)
     return partition.order(config, config.performance.mlp_recompute_level).durations
@@ -219,9 +209,9 @@ class Planner:
 
         levels: recompute levels to plan activations for, in addition to that of `config`.
         """
-        options, pipeline = config.distributed, config.distributed.pipeline_parallel
-        step = options.tensor_parallel if options.pipeline_first else self.world_size // pipeline
-        ranks = range(0, pipeline * step, step) if self.rank is None else [self.rank]
+        grid = RankGrid(self.world_size, config.distributed)
+        stages = range(0, grid.span("pipeline"), grid.strides["pipeline"])
+        ranks = stages if self.rank is None else [self.rank]
         return max((self._plan(config, rank, levels) for rank in ranks), key=Plan.needed_bytes)
 
     def _plan(self, config: Config, rank: int, levels: Sequence[str]) -> Plan:
@@ -236,11 +226,8 @@ class Planner:
         """Return a rank's partition of the model, shared by configurations that differ only in
         their steps."""
         options, optimizer = config.distributed, config.optimizer
-        layout = (
-            options.tensor_parallel,
-            options.sequence_tensor_parallel,
-            options.parallel_embeddings,
-        )
+        shared = layer_options(options)
+        layout = shared, options.sequence_tensor_parallel, options.parallel_embeddings
         computed = repr(
             (
                 vars(config.model),
@@ -256,11 +243,15 @@ class Planner:
                 (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )
-        pipeline = options.pipeline_parallel, options.pipeline_first, options.data_parallel_shard
+        grid = RankGrid(self.world_size, options)
         key = (
             rank,
             repr(
-                (computed, pipeline, *map(vars, (config.multi_stage, optimizer, config.averaging)))
+                (
+                    computed,
+                    grid.strides,
+                    *map(vars, (config.multi_stage, optimizer, config.averaging)),
+                )
             ),
         )
         if key not in self._partitions:
@@ -272,9 +263,7 @@ class Planner:
             if model.ranks.world_size > 1:
                 stages = repr((computed, config.multi_stage.layers_per_stage))
                 if stages not in self._whole:
-                    undivided = dataclasses.replace(
-                        UNDIVIDED, tensor_parallel=options.tensor_parallel
-                    )
+                    undivided = dataclasses.replace(UNDIVIDED, **shared)
                     size = group.layers.world_size
                     layers = SimulatedGroup(0, size, self.device_type, options=undivided)
                     self._whole[stages] = (

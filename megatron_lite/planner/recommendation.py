@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.writing import files_bytes
 from megatron_lite.config import Config
+from megatron_lite.config.dimensions import ranks_per_layer, ranks_per_sample
 from megatron_lite.config.values import counted
 from megatron_lite.data.open_data import open_data
 from megatron_lite.errors import RunError, UsageError
@@ -23,13 +24,14 @@ from megatron_lite.planner.command import (
     quoted,
     write_job,
 )
-from megatron_lite.planner.devices import GIB, GPUS_PER_NODE
+from megatron_lite.planner.devices import GIB
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.search import (
     SEARCH_S,
     SEARCHED,
     SPARE,
-    TENSOR,
+    WIDE,
+    WIDENED,
     Changes,
     Layout,
     Search,
@@ -153,9 +155,10 @@ def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -
         text = f"fits: {needed:,.1f} GiB of {space:,.1f} GiB; {present.time.seconds:,.3g} s a step predicted{more}"
         yield from wrapped(text)
         return
-    tensor, where = best.config.distributed.tensor_parallel, ""
-    if tensor > plan.config.distributed.tensor_parallel:
-        where = f"; nothing does with less than --tensor_parallel={tensor}"
+    nearest, where = WIDENED[0].option, ""
+    size, asked = (getattr(one.config.distributed, nearest) for one in (best, plan))
+    if size > asked:
+        where = f"; nothing does with less than --{nearest}={size}"
     text = f"does not fit: {needed:,.1f} GiB of {space:,.1f} GiB{where}; the command below does"
     yield from wrapped(Note(text, is_warning=True))
 
@@ -168,10 +171,10 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
     ranks = counted(search.world_size, "rank" if search.device_type == "cpu" else "GPU")
     if search.device_type == "cuda" and not search.speeds.path:
         ranks += f" ({search.speeds.device})"
-    sizes = {"TP": search.tensor_parallel, "PP": search.pipeline_parallel}
-    tensor = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
+    sizes = {f"{row.letter}P": search.sizes[row.name] for row in WIDENED}
+    several = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
     yield (
-        f"layouts that fit {ranks}, {tensor}predicted, the fastest of {len(layouts)} (*: recommended):"
+        f"layouts that fit {ranks}, {several}predicted, the fastest of {len(layouts)} (*: recommended):"
     )
     rows = [
         ("", *TITLES, "s/step", "tokens/s"),
@@ -251,10 +254,7 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
     ):
         return
     try:
-        options = config.distributed
-        source = open_data(
-            config, 0, world_size // (options.tensor_parallel * options.pipeline_parallel)
-        )
+        source = open_data(config, 0, world_size // ranks_per_sample(config.distributed))
     except (RunError, OSError) as error:
         yield from wrapped(f"epochs over the data: unknown; {str(error).partition(';')[0]}")
         return
@@ -270,13 +270,13 @@ def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
     """Yield the command of the recommended layout; with --write_sbatch also write its job."""
     changes = fewest_changes(asked, best)
     words = changed_words(argv, changes)
-    chosen = [name for name in changes if name in (*TENSOR, *SEARCHED)]
+    chosen = [name for name in changes if name in (*WIDE, *SEARCHED)]
     note = f" (it sets {', '.join(f'--{name}' for name in chosen)})" if chosen else ""
-    world_size, tensor = best.plan.world_size, best.config.distributed.tensor_parallel
+    nodes = layout_of_nodes(best.plan.world_size, ranks_per_layer(best.config.distributed))
     yield f"run this{note}:"
-    for line in quoted([*launcher(world_size, GPUS_PER_NODE, tensor), PROGRAM, *words]).split("\n"):
+    for line in quoted([*launcher(*nodes), PROGRAM, *words]).split("\n"):
         yield f"  {line}"
     if (path := asked.distributed.write_sbatch) is not None:
         seconds = best.time.seconds * best.config.training.train_iters
-        write_job(Path(path), words, layout_of_nodes(world_size, GPUS_PER_NODE, tensor), seconds)
+        write_job(Path(path), words, nodes, seconds)
         yield f"wrote {path}; submit it with: sbatch {path}"

@@ -88,7 +88,7 @@ def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Chang
 
     config: resolved for another number of ranks.
     """
-    changes = {**search.tensor, "batch_size": search.batch_size}
+    changes = {**search.wide, "batch_size": search.batch_size}
     if (search.needed_bytes(changes) or math.inf) <= search.usable_bytes:
         return resolve(changed(search.asked, changes), search.world_size, nodes=0), changes
     best = recommended(search.layouts, search.resolved(changes) or config, search.usable_bytes)

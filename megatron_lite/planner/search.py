@@ -25,6 +25,7 @@ from megatron_lite.config import (
     changed,
     flatten,
 )
+from megatron_lite.config.dimensions import OF_A_SAMPLE, Dimension, RankGrid, ranks_per_sample
 from megatron_lite.config.values import written
 from megatron_lite.errors import Remedy, UsageError
 from megatron_lite.planner.auto import resolve_auto
@@ -41,8 +42,6 @@ LARGEST_MICRO_BATCH = 64  # samples; larger products are no faster
 MOST_MICRO_BATCHES = 7  # micro-batch sizes to try
 MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
 MOST_RANKS = 2**24  # the limit of --world_size
-TENSOR_PARALLEL = (2, 4, 8)  # sizes of tensor-parallel groups within a node
-PIPELINE_PARALLEL = (2, 4, 8)  # ranks of a pipeline of the largest such groups
 LEAST_GAIN = 0.02  # share of the time; below it the layout that leaves the most memory is preferred
 SPARE = 0.03  # share of the memory that a layout leaves free
 SMALLEST_SAVING = 0.002  # share of the plan's memory; an option that saves less is not suggested
@@ -63,8 +62,10 @@ SEARCHED = (
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
 # A single group of hybrid shards, of all ranks.
 WHOLE = {"data_parallel_shard": 0, "replica_dcn_axis_size": 1, "replica_ici_axis_size": 1}
-# Options that only a wider search sets.
-TENSOR = ("tensor_parallel", "sequence_tensor_parallel", "pipeline_parallel")
+# Dimensions that only a wider search sets, in the order in which it widens them, and their options.
+WIDENED = OF_A_SAMPLE[::-1]
+WIDTHS = 2, 4, 8
+WIDE = tuple(name for row in WIDENED for name in (row.option, row.saving) if name)
 
 Changes = Options  # only those that change, with their new values
 
@@ -100,8 +101,8 @@ class Search:
     world_size: int
     device_type: str
     device_bytes: int
-    # changes of `TENSOR` in a wider search
-    tensor: Changes = dataclasses.field(default_factory=dict)
+    # changes of `WIDE` in a wider search
+    wide: Changes = dataclasses.field(default_factory=dict)
     # processor time
     until_s: float = dataclasses.field(default_factory=lambda: time.thread_time() + SEARCH_S)
 
@@ -209,7 +210,7 @@ class Search:
         """Return the options with `changes`, resolved and without `auto`; None if they conflict."""
         try:
             config = resolve(
-                changed(self.asked, {**self.tensor, **changes}), self.world_size, self.nodes
+                changed(self.asked, {**self.wide, **changes}), self.world_size, self.nodes
             )
             check_passes(config)
         except UsageError:
@@ -223,27 +224,22 @@ class Search:
 
     @functools.cached_property
     def _grid(self) -> DistributedConfig:
-        return dataclasses.replace(self.asked.distributed, **self.tensor)
+        return dataclasses.replace(self.asked.distributed, **self.wide)
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return planned_nodes(self.device_type, self.world_size, self.tensor_parallel)
+        return planned_nodes(self._grid, self.device_type, self.world_size)
 
     @property
-    def tensor_parallel(self) -> int:
-        """Tensor-parallel size."""
-        return self._grid.tensor_parallel
-
-    @property
-    def pipeline_parallel(self) -> int:
-        """Pipeline-parallel size."""
-        return self._grid.pipeline_parallel
+    def sizes(self) -> dict[str, int]:
+        """The ranks along each dimension."""
+        return RankGrid(self.world_size, self._grid).sizes
 
     @property
     def together(self) -> int:
         """Ranks that share the samples of a data-parallel rank."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return ranks_per_sample(self._grid)
 
     @property
     def divided(self) -> int:
@@ -277,21 +273,24 @@ class Search:
         """Yield this search, those with more tensor parallelism, then those with pipelines of such
         groups, too."""
         yield self
-        blocks, most = self.asked.model.num_layers, TENSOR_PARALLEL[-1]
-        pipelines = [(most, size) for size in PIPELINE_PARALLEL if blocks % size == 0]
-        for tensor, pipeline in [
-            *((size, self.pipeline_parallel) for size in TENSOR_PARALLEL),
-            *pipelines,
-        ]:
-            if tensor >= self.tensor_parallel and tensor * pipeline > self.together:
-                yield dataclasses.replace(
-                    self, tensor=dict(zip(TENSOR, (tensor, True, pipeline), strict=True))
-                )
+        nearest = WIDENED[0]
+        wide = {name: getattr(self._grid, name) for name in WIDE}
+        for row in WIDENED:
+            for size in WIDTHS:
+                wide |= widened(row, size)
+                search = dataclasses.replace(self, wide={**wide})
+                if (
+                    search.together > self.together
+                    and search.sizes[nearest.name] >= self.sizes[nearest.name]
+                    and (row.divides != "layers" or self.asked.model.num_layers % size == 0)
+                ):
+                    yield search
 
     def _candidates(self) -> Iterator[list[Changes]]:
         """Yield layouts without recomputation, each with variants to try if it needs recomputation
         to fit."""
         evaluates = self.asked.batch.eval_micro_batch_size is not None
+        pipeline = self.sizes["pipeline"]
         sizes = [size for size in divisors(self.share) if size <= LARGEST_MICRO_BATCH][
             :MOST_MICRO_BATCHES
         ]
@@ -301,14 +300,8 @@ class Search:
                 breadths = (
                     {1, accumulated} if accumulated <= MOST_BREADTH and zero_stage > 1 else {1}
                 )
-                if self.pipeline_parallel > 1:  # groups of micro-batches fill the pipeline
-                    breadths = {
-                        max(
-                            part
-                            for part in divisors(accumulated)
-                            if part <= 4 * self.pipeline_parallel
-                        )
-                    }
+                if pipeline > 1:  # groups of micro-batches fill the pipeline
+                    breadths = {max(part for part in divisors(accumulated) if part <= 4 * pipeline)}
                     breadths |= {accumulated} if zero_stage > 1 else set()
                 for breadth in sorted(breadths):
                     splits = (False, True) if self._can_split and zero_stage < 3 else (False,)
@@ -329,7 +322,7 @@ class Search:
             "breadth_first_micro_batches": breadth,
             "split_master_weights": split,
             **dict.fromkeys(FOLLOWING),
-            **self.tensor,
+            **self.wide,
         }
 
     def _least_recomputation(self, variants: Sequence[Changes]) -> Layout | None:
@@ -349,6 +342,11 @@ class Search:
                 best = changed(config, steps[first]), {**changes, **steps[first]}
                 steps = steps[:first]  # a later variant must need less
         return None if best is None else self.layout(*best)
+
+
+def widened(row: Dimension, size: int) -> Changes:
+    """Return the changes that give a dimension so many ranks."""
+    return {row.option: size, **({row.saving: True} if row.saving else {})}
 
 
 def recomputations(blocks: int) -> list[Changes]:
@@ -382,13 +380,11 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
     typed = flatten(asked)
     wanted = flatten(layout.config)
     plan = layout.plan
-    nodes = planned_nodes(
-        plan.device_type, plan.world_size, layout.config.distributed.tensor_parallel
-    )
+    nodes = planned_nodes(layout.config.distributed, plan.device_type, plan.world_size)
     needed = {name: value for name, value in layout.changes.items() if typed[name] != value}
     # The ZeRO stage and the micro-batch size come last, because other options follow from them.
     for name in sorted(
-        needed.keys() - TENSOR, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)
+        needed.keys() - WIDE, key=lambda name: (name in ("zero_stage", "micro_batch_size"), name)
     ):
         fewer = {other: value for other, value in needed.items() if other != name}
         try:
@@ -513,16 +509,12 @@ def _single_options(search: Search, config: Config) -> Iterator[tuple[str, Chang
         yield "zero_stage", {"zero_stage": zero_stage, **buffers}
     if config.distributed.data_parallel_shard:
         yield "data_parallel_shard", {"data_parallel_shard": 0}
-    for size in TENSOR_PARALLEL:
-        if (
-            size > search.tensor_parallel
-            and search.world_size % (size * search.pipeline_parallel) == 0
-        ):
-            tensor = dict(zip(TENSOR, (size, True), strict=False))
-            yield (
-                "tensor_parallel",
-                {**tensor, **same_batch, "micro_batch_size": batch.micro_batch_size},
-            )
+    nearest = WIDENED[0]
+    own = search.sizes[nearest.name]
+    for size in WIDTHS:
+        if size > own and search.world_size % (search.together // own * size) == 0:
+            same_batch = {**same_batch, "micro_batch_size": batch.micro_batch_size}
+            yield nearest.option, {**widened(nearest, size), **same_batch}
             break
     if config.distributed.training_dtype == "bf16" and not stages.split_master_weights:
         yield "split_master_weights", {"split_master_weights": True}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lite.config import Config
 from megatron_lite.parameter import DTYPES
-from megatron_lite.planner.devices import TENSOR_KINDS
+from megatron_lite.planner.devices import KINDS_IN_LAYERS
 from megatron_lite.planner.durations import hidden_s, stage_durations
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import Attention, Item, Pass, Product, Speeds
@@ -77,8 +77,8 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     host = micro_batches * blocks / plan.model.ranks.world_size * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
     parts["host"] += max(0.0, host - busy) if speeds.waits_for_host else host
-    inside = {kind: total for kind, total in plan.traffic.items() if kind in TENSOR_KINDS}
-    apart = (*TENSOR_KINDS, "send", "receive")
+    inside = {kind: total for kind, total in plan.traffic.items() if kind in KINDS_IN_LAYERS}
+    apart = (*KINDS_IN_LAYERS, "send", "receive")
     between = {kind: total for kind, total in plan.traffic.items() if kind not in apart}
     of_data, of_tensor = (speeds.traffic_s(part) for part in (between, inside))
     exposed = (

@@ -7,6 +7,7 @@ contradictions together, each with the flags, their values, the rule and the fix
 from __future__ import annotations
 
 from megatron_lite.config import Config, Draft, Options, flatten, unflatten
+from megatron_lite.config.dimensions import ranks_per_sample
 from megatron_lite.config.other_programs import refused_value
 from megatron_lite.config.values import FLAGS, BadValueError, check_bounds, written
 from megatron_lite.errors import UsageError
@@ -45,8 +46,7 @@ def planned_world_size(config: Config, launched: int) -> int:
     run."""
     distributed = config.distributed
     planned = distributed.world_size if distributed.dry_run else None
-    fewest = distributed.tensor_parallel * distributed.pipeline_parallel
-    return fewest if planned == "auto" else planned or launched
+    return ranks_per_sample(distributed) if planned == "auto" else planned or launched
 
 
 def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, list[Problem]]:
@@ -78,9 +78,7 @@ def defaults(config: Config) -> Options:
             draft = Draft(
                 **values | dict.fromkeys(order[order.index(name) :] if name in order else (name,))
             )
-            list(
-                _cross_check(draft, ranks * values["tensor_parallel"] * values["pipeline_parallel"])
-            )
+            list(_cross_check(draft, ranks * ranks_per_sample(config.distributed)))
             found[name] = getattr(draft, name)
     return found
 

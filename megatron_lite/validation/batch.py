@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_lite.config import Draft
+from megatron_lite.config.dimensions import ranks_per_sample
 from megatron_lite.config.values import counted, typed
 from megatron_lite.schedules.batch_size import Split, parse_schedule
 from megatron_lite.validation.rules import Problem, Problems, nearest_multiples, parsing
@@ -56,7 +57,7 @@ def batch(draft: Draft, world_size: int) -> Problems:
 
 def _problem(draft: Draft, names: Sequence[str], world_size: int, rule: str) -> Problem:
     """Report options that do not fit the number of data-parallel ranks."""
-    noun = "data-parallel rank" if draft.tensor_parallel * draft.pipeline_parallel > 1 else "rank"
+    noun = "data-parallel rank" if ranks_per_sample(draft) > 1 else "rank"
     return Problem(
         (*_BATCH_RULE, *names), f"{typed(draft, *names)} on {counted(world_size, noun)}: {rule}"
     )

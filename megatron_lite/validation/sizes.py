@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 from megatron_lite.config import Config, Draft
+from megatron_lite.config.dimensions import ranks_per_sample
 from megatron_lite.config.system import number_of_chunks, number_of_stages, shard_of_node
 from megatron_lite.config.training import ITERATIONS
 from megatron_lite.config.values import counted, typed
@@ -17,7 +18,7 @@ CLIPPING_ALIGNMENT = 64  # elements: `kernels.adamw.ALIGNMENT`
 
 def data_ranks(draft: Draft, world_size: int) -> int:
     """Return the number of data-parallel ranks."""
-    return max(1, world_size // (draft.tensor_parallel * draft.pipeline_parallel))
+    return max(1, world_size // ranks_per_sample(draft))
 
 
 def tensor_parallel(draft: Draft, world_size: int) -> Problems:

@@ -88,8 +88,7 @@ class FlatShard:
         state: OptimizerState,
     ) -> None:
         self.group, self.replicate = groups.shard, groups.replicate
-        # of all data-parallel ranks
-        self.rank = self.replicate.rank * self.group.world_size + self.group.rank
+        self.rank: int = groups.data.rank
         self.layout = lay_out(specs, self.group.world_size, self.replicate.world_size)
         # None: no tensor parallelism, so no rank holds copies of these parameters.
         self.replicas = (

@@ -23,6 +23,8 @@ from megatron_lite.checkpoint import files, reading, resume
 from megatron_lite.checkpoint.inspection import inspect
 from megatron_lite.checkpoint.manifest import MOMENTS, Manifest
 from megatron_lite.checkpoint.writing import Save, files_bytes, write_now
+from megatron_lite.config import DistributedConfig
+from megatron_lite.config.dimensions import RankGrid
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.load_pretrained import open_one
 from megatron_lite.model.layer import MicroBatch
@@ -264,6 +266,7 @@ def test_the_log_names_other_ranks(
     """Pipeline, data and tensor-parallel ranks."""
     config = {"pipeline_parallel": saved[0], "tensor_parallel": saved[2]}
     content = Manifest("id", 1, math.prod(saved), config, {}, {}, {})
-    pipeline, _, tensor = (SimpleNamespace(world_size=size) for size in current)
-    ranks: Any = SimpleNamespace(world_size=math.prod(current), pipeline=pipeline, tensor=tensor)
+    options = DistributedConfig(pipeline_parallel=current[0], tensor_parallel=current[2])
+    world_size = math.prod(current)
+    ranks: Any = SimpleNamespace(world_size=world_size, grid=RankGrid(world_size, options))
     assert resume._other_ranks(content, ranks) == words

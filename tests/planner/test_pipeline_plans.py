@@ -278,7 +278,7 @@ def test_pipelines_are_tried_after_tensor_parallelism() -> None:
             asked, distributed=dataclasses.replace(asked.distributed, pipeline_parallel=pipeline)
         )
         tried = [
-            (it.tensor_parallel, it.pipeline_parallel)
+            (it.sizes["tensor"], it.sizes["pipeline"])
             for it in Search(run, 8, 64, "cuda", 1)._wider_groups()
         ]
         assert tried[: len(expected)] == expected

@@ -131,14 +131,14 @@ def test_nodes() -> None:
         (7, (1, 7)),
         (11, (11, 1)),
     ):
-        assert layout_of_nodes(ranks, 8) == nodes
-        assert (launcher(ranks, 8)[0] == "python") == (ranks == 1)
-        assert any(word.startswith("--nnodes") for word in launcher(ranks, 8)) == (nodes[0] > 1)
-    assert [layout_of_nodes(ranks, 8, 4) for ranks in (4, 8, 12, 24)] == [
+        assert layout_of_nodes(ranks) == nodes
+        assert (launcher(*nodes)[0] == "python") == (ranks == 1)
+        assert any(word.startswith("--nnodes") for word in launcher(*nodes)) == (nodes[0] > 1)
+    assert [layout_of_nodes(ranks, 4) for ranks in (4, 8, 12, 24)] == [
         (1, 4),
         (1, 8),
         (3, 4),
         (3, 8),
     ]
-    assert layout_of_nodes(16, 8, 16) == (2, 8)
-    assert launcher(12, 8, 4)[1:3] == ["--nnodes=3", "--nproc-per-node=4"]
+    assert layout_of_nodes(16, 16) == (2, 8)
+    assert launcher(*layout_of_nodes(12, 4))[1:3] == ["--nnodes=3", "--nproc-per-node=4"]

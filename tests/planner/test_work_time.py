@@ -12,7 +12,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.kernels import tensor_collectives
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE, SUM
 from megatron_lite.monitor.metrics import hardware_flops
-from megatron_lite.planner.devices import LINK_SHARE, TENSOR_KINDS, data_sheet
+from megatron_lite.planner.devices import KINDS_IN_LAYERS, LINK_SHARE, data_sheet
 from megatron_lite.planner.plan import Plan
 from megatron_lite.planner.speeds import (
     ATTENTION_KINDS,
@@ -137,7 +137,7 @@ def test_exchanges_inside_of_passes_take_time() -> None:
         )
         assert micro_batches * overlapped / inside == pytest.approx(share, rel=0.02)
         sheet = data_sheet(config.distributed, "cuda", 4)
-        far = dict.fromkeys(TENSOR_KINDS, CollectiveSpeed(20e-6, 1e9 * LINK_SHARE))
+        far = dict.fromkeys(KINDS_IN_LAYERS, CollectiveSpeed(20e-6, 1e9 * LINK_SHARE))
         slow = dataclasses.replace(sheet, collectives=sheet.collectives | far)
         fast, slower = (predict_step(plan, speeds) for speeds in (sheet, slow))
         inside += plan.traffic[SUM].wire_bytes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import Config
-from megatron_lite.distributed.pipeline_group import one_pipeline_rank
+from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.rank_group import alone
 from megatron_lite.distributed.traffic import Handle, Traffic
 from megatron_lite.kernels.choice import choose_kernels
@@ -147,7 +147,9 @@ class Wrapped:
         self.tensor = getattr(inner, "tensor", None) or alone(inner.device)
         self.replicate = alone(inner.device)
         self.layers = self
-        self.pipeline = getattr(inner, "pipeline", one_pipeline_rank(inner.device))
+        self.pipeline = getattr(inner, "pipeline", None) or PipelineGroup(
+            0, 1, inner.device, None, Traffic()
+        )
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return self.inner.sum_in_rank_order(values)  # type: ignore[no-any-return]
@@ -285,7 +287,7 @@ class SimulatedRanks:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
         self.layers = self.data = self.shard = self
         self.tensor = self.replicate = alone(self.device)
-        self.pipeline = one_pipeline_rank(self.device)
+        self.pipeline = PipelineGroup(0, 1, self.device, None, Traffic())
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:

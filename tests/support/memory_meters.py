@@ -12,31 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.config import Config
-from megatron_lite.distributed.pipeline_group import one_pipeline_rank
-from megatron_lite.distributed.rank_group import alone
+from megatron_lite.config import Config, DistributedConfig
+from megatron_lite.distributed.grid import Groups, divide
+from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import Layer, MicroBatch
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Observer
 from tests.support.harness import layers_of
 
 
-class Alone:
+class Alone(Groups):
     """The only rank, without a process group."""
 
-    rank = 0
-    world_size = 1
-    device = torch.device("cpu")
-    symmetric_memory = None
-    pipeline, tensor = one_pipeline_rank(device), alone(device)
-    replicate = tensor
-
     def __init__(self) -> None:
-        self.data = self.layers = self.shard = self
+        super().__init__(0, 1, torch.device("cpu"), None, Traffic())
+        divide(self, dist.new_group, DistributedConfig())
 
     def all_gather(self, buffer: Tensor, kind: str = "") -> Any:
         raise AssertionError("nothing to gather")

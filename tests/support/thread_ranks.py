@@ -9,7 +9,6 @@ them late.
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import DistributedConfig
+from megatron_lite.config.dimensions import GROUPS, RankGrid
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.grid import place_of
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.traffic import FirstWait, Handle
 from tests.support.threads import THREADS
@@ -170,26 +169,11 @@ class ThreadRank(ThreadGroup):
     local_world_size = sharing_cores = 1
 
     def __init__(self, rank: int, meetings: Meetings) -> None:
-        data = meetings.data
-        tensor = meetings.tensor
-        pipeline = meetings.pipeline
-        super().__init__(rank, data * tensor * pipeline, meetings.of_all)
-        options = DistributedConfig(tensor_parallel=tensor, pipeline_parallel=pipeline)
-        self.places = [place_of(rank, self.world_size, options) for rank in range(self.world_size)]
-        of_pipeline, of_data, of_tensor = self.places[rank]
-        of_layers = rank % (data * tensor)
-        self.layers = ThreadGroup(of_layers, data * tensor, meetings.of_layers[of_pipeline])
-        self.data = ThreadGroup(of_data, data, meetings.of_data[of_pipeline, of_tensor])
-        self.tensor = ThreadGroup(of_tensor, tensor, meetings.of_tensor[of_pipeline, of_data])
-        replica, place = divmod(of_data, meetings.shard)
-        self.shard = ThreadGroup(
-            place, meetings.shard, meetings.of_shard[of_pipeline, of_tensor, replica]
-        )
-        of_replicate = meetings.of_replicate[of_pipeline, of_tensor, place]
-        self.replicate = ThreadGroup(replica, data // meetings.shard, of_replicate)
-        self.pipeline = ThreadGroup(
-            of_pipeline, pipeline, meetings.of_pipeline[of_layers], meetings.mail[of_layers]
-        )
+        self.grid = meetings.grid
+        super().__init__(rank, self.grid.world_size, meetings.of_all)
+        for name, number in self.grid.place(rank).items():
+            meeting, mail = meetings.of_some[name, rank]
+            setattr(self, name, ThreadGroup(number, self.grid.size(name), meeting, mail))
 
     def gather_objects(self, value: Any) -> list[Any]:
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
@@ -208,47 +192,22 @@ class ThreadRank(ThreadGroup):
 
 
 class Meetings:
-    """Those of all groups of pipeline x data x tensor ranks."""
+    """Those of all groups of a grid of ranks; those of a group by its name and each of its ranks."""
 
-    def __init__(self, data: int, tensor: int, pipeline: int = 1, shard: int = 0) -> None:
-        self.shard = shard or data
-        replicas = data // self.shard
-        self.data = data
-        self.tensor = tensor
-        self.pipeline = pipeline
-        self.turn = threading.Condition()
-        turn, places = self.turn, itertools.product
-        self.of_all = Meeting(pipeline * data * tensor, turn)
-        self.of_layers = [Meeting(data * tensor, turn) for _ in range(pipeline)]
-        self.of_data = {
-            place: Meeting(data, turn) for place in places(range(pipeline), range(tensor))
-        }
-        self.of_tensor = {
-            place: Meeting(tensor, turn) for place in places(range(pipeline), range(data))
-        }
-        self.of_shard = {
-            place: Meeting(self.shard, turn)
-            for place in places(range(pipeline), range(tensor), range(replicas))
-        }
-        self.of_replicate = {
-            place: Meeting(replicas, turn)
-            for place in places(range(pipeline), range(tensor), range(self.shard))
-        }
-        self.of_pipeline = [Meeting(pipeline, turn) for _ in range(data * tensor)]
-        self.mail = [Mail(turn) for _ in range(data * tensor)]
+    def __init__(self, grid: RankGrid) -> None:
+        self.grid, self.turn = grid, threading.Condition()
+        self.of_all = Meeting(grid.world_size, self.turn)
+        self.of_some: dict[tuple[str, int], tuple[Meeting, Mail]] = {}
+        for name in GROUPS:
+            for ranks in grid.ranks(name):
+                both = Meeting(len(ranks), self.turn), Mail(self.turn)
+                self.of_some.update({(name, rank): both for rank in ranks})
 
     def abandon(self) -> None:
         """Wake all ranks after a failure of one, which holds the lock."""
-        of_some = (
-            *self.of_data.values(),
-            *self.of_tensor.values(),
-            *self.of_pipeline,
-            *self.of_shard.values(),
-        )
-        of_some = (*of_some, *self.of_replicate.values())
-        for meeting in (self.of_all, *self.of_layers, *of_some):
+        self.of_all.abandon()
+        for meeting, mail in self.of_some.values():
             meeting.abandon()
-        for mail in self.mail:
             mail.is_broken = True
         self.turn.notify_all()
 
@@ -266,8 +225,11 @@ def on_threads(
 
     shard: data-parallel ranks in a group of hybrid shards; 0: all.
     """
-    meetings = Meetings(data, tensor, pipeline, shard)
-    results: list[Any] = [None] * (pipeline * data * tensor)
+    options = DistributedConfig(
+        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel_shard=shard
+    )
+    meetings = Meetings(RankGrid(pipeline * data * tensor, options))
+    results: list[Any] = [None] * meetings.grid.world_size
     errors: list[Exception] = []
 
     def run(rank: int) -> None:

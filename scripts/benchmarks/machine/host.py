@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config import Config, unflatten
-from megatron_lite.distributed.pipeline_group import one_pipeline_rank
-from megatron_lite.distributed.rank_group import Group
+from megatron_lite.distributed.grid import Groups, divide
 from megatron_lite.distributed.traffic import Traffic
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.optimizer.optimizer import Optimizer
@@ -68,21 +68,14 @@ def host_times(device: torch.device, dtype: str) -> dict[str, float]:
     return {"block_s": block_s, "step_s": max(few - FEW_BLOCKS * block_s, 0.0)}
 
 
-class OneRank(Group):
-    """A single-rank run without a process group: every rank measures its own steps."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(0, 1, device, None, Traffic())
-        self.data = self.tensor = self.layers = self.shard = self.replicate = self
-        self.pipeline = one_pipeline_rank(device)
-
-
 def single_rank_model(
     options: dict[str, Any], device: torch.device
 ) -> tuple[Config, MultiStage, Optimizer]:
     """Return a configuration for one rank, and its engine with initial weights."""
     config = resolve(unflatten({"dataset_source": "random", "device": device.type, **options}), 1)
-    model, optimizer, _ = built(config, OneRank(device))
+    alone = Groups(0, 1, device, None, Traffic())
+    divide(alone, dist.new_group, config.distributed)
+    model, optimizer, _ = built(config, alone)
     return config, model, optimizer
 
 
