@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import Config, Draft, flatten, unflatten
+from megatron_lite.config.dimensions import DIMENSIONS, ranks_per_sample
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
@@ -34,19 +36,34 @@ class Dimension(NamedTuple):
     )
 
 
-# All that a layout is, beside its number of ranks: a new kind of parallelism adds its dimensions
-# here.
-LAYOUT: Mapping[str, Dimension] = MappingProxyType(
+# Options without effect unless a dimension of the grid has several ranks.
+OF_DIMENSIONS: Mapping[str, Dimension] = MappingProxyType(
     {
-        "pipeline_parallel": Dimension("P={}", ("1", "2", "3", "4"), True),
         "pipeline_schedule": Dimension("{}", ("auto", *PIPELINE_SCHEDULES), True),
         "pipeline_placement": Dimension("{}", ("auto", "loop", "v"), True),
         "pipeline_first": Dimension("pipeline first", ("0", "1"), True),
-        "data_parallel_shard": Dimension("S={}", ("0", "1", "2")),
-        "tensor_parallel": Dimension("T={}", ("1", "2", "3", "4")),
         "sequence_tensor_parallel": Dimension("split tokens", ("0", "1")),
         "parallel_embeddings": Dimension("whole embeddings", ("1", "0")),
         "overlap_tensor_reduce": Dimension("halves", ("0", "1")),
+    }
+)
+
+
+def _grid() -> Iterator[tuple[str, Dimension]]:
+    """Yield the options of the grid's dimensions, each with the options that need it."""
+    for row in DIMENSIONS:
+        if row.option:
+            values = tuple(map(str, (row.unset, *row.proved)))
+            yield row.option, Dimension(f"{row.letter}={{}}", values, row.keeps_bits)
+            for name, dimension in OF_DIMENSIONS.items():
+                if FLAGS[name].idle_unless == f"{row.option}!={row.unset}":
+                    yield name, dimension
+
+
+# All that a layout is, beside its number of ranks.
+LAYOUT: Mapping[str, Dimension] = MappingProxyType(
+    {
+        **dict(_grid()),
         "depth_first_micro_batches": Dimension("depth={}", ("1", "2", "3")),
         "breadth_first_micro_batches": Dimension("breadth={}", ("1", "2", "3")),
         "layers_per_stage": Dimension("stages of {}", ("1", "1.5", "2", "3")),
@@ -191,6 +208,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+def ranks_that_keep_bits(flags: Flags) -> int:
+    """Return the ranks of a layout along the dimensions that change no bit."""
+    return math.prod(int(flags.get(row.option, 1)) for row in DIMENSIONS if row.keeps_bits)
+
+
 class Layout(NamedTuple):
     """A number of ranks, and flags that are not as on one rank; a Case has its options among
     them."""
@@ -207,7 +229,7 @@ class Layout(NamedTuple):
         accumulate."""
         free = {name for name, dimension in LAYOUT.items() if dimension.keeps_bits}
         free -= {*REDUCES} if depth_first else set()
-        ranks = self.ranks // int(self.flags.get("pipeline_parallel", 1))
+        ranks = self.ranks // ranks_that_keep_bits(self.flags)
         return Layout(ranks, self.kept([name for name in LAYOUT if name not in free]))
 
     def __str__(self) -> str:
@@ -374,9 +396,7 @@ def _part(options: Flags, layout: Layout) -> Part:
 
 
 def _data_ranks(part: Part) -> int:
-    return part.ranks // (
-        part.config.distributed.pipeline_parallel * part.config.distributed.tensor_parallel
-    )
+    return part.ranks // ranks_per_sample(part.config.distributed)
 
 
 @functools.cache

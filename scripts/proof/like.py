@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config import Draft, flatten, unflatten
+from megatron_lite.config.dimensions import OF_A_SAMPLE
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.validation import examine
 from scripts.proof.cases import LAYOUT, SIZES, Case, Layout
@@ -54,7 +55,7 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
     options = {name: values[name] for name in names if name not in (*LEFT_OUT, *DROPOUT, *LAYOUT)}
     options |= _sizes(Draft(**values))
     layout = {name: values[name] for name in LAYOUT if name in changed and values[name] != "auto"}
-    several = [name for name in ("pipeline_parallel", "tensor_parallel") if name in layout]
+    several = [row.option for row in OF_A_SAMPLE if row.option in layout]
     for name in several:
         layout[name] = min(
             layout[name], most_ranks if len(several) == 1 else math.isqrt(most_ranks)

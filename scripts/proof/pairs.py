@@ -13,11 +13,23 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from megatron_lite.config.dimensions import ranks_per_sample
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.errors import UsageError
-from scripts.proof.cases import LAYOUT, OPTIONS, OTHERS, Case, Flags, Layout, flags_of, text_of
+from scripts.proof.cases import (
+    LAYOUT,
+    OPTIONS,
+    OTHERS,
+    Case,
+    Flags,
+    Layout,
+    flags_of,
+    ranks_that_keep_bits,
+    text_of,
+)
 
 Row = dict[str, str]  # factor -> value
 Value = tuple[str, str]  # of a factor
@@ -379,9 +391,7 @@ class Draws:
             if restart == "same bits":
                 exact = case.layout.exact()
                 kept = {name: drawn[name] for name in drawn if LAYOUT[name].keeps_bits}
-                other = Layout(
-                    exact.ranks * int(kept.get("pipeline_parallel", 1)), {**exact.flags, **kept}
-                )
+                other = Layout(exact.ranks * ranks_that_keep_bits(kept), {**exact.flags, **kept})
             changed = case._replace(then=other)
             if other.ranks <= self._most_ranks and self._accepts(changed):
                 return changed
@@ -396,7 +406,7 @@ def _check_replicas(wanted: str, layout: Layout) -> None:
         for name in LAYOUT
         if layout.flags.get(name, "1").isdecimal()
     }
-    replicas = layout.ranks // (number["pipeline_parallel"] * number["tensor_parallel"]) // 2
+    replicas = layout.ranks // ranks_per_sample(SimpleNamespace(**number)) // 2
     if wanted and not (number["data_parallel_shard"] == 2 and replicas > 1):
         raise UsageError("--data_parallel_shard=2: there are no two replicas")
     if wanted == AGAIN and not (
