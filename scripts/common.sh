@@ -46,7 +46,7 @@ run_pytest() {
     "$PYTHON" -m pytest "$@" || code=$?
     case "$code" in
         0) return 0 ;;
-        5) printf '%s: no test matches these arguments; tests marked guides, benchmarks or slow also need -m with that marker\n' "$SCRIPT" >&2 ;;
+        5) printf '%s: no test matches these arguments; marked tests need their marker: -m guides, -m benchmarks or -m slow\n' "$SCRIPT" >&2 ;;
         *) printf '%s: the test run failed with exit code %s\n' "$SCRIPT" "$code" >&2 ;;
     esac
     exit "$code"

@@ -15,6 +15,7 @@ from megatron_lite.run import exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "text.txt --output_prefix=data"
+GENERATE = "--model=x --prompt=y"
 FLAGS = "--num_layers=1 --hidden_size=8 --num_attention_heads=1 --vocab_size=8 --train_iters=1 --dataset_source=random"
 # Found by glob, so that a new program is tested too.
 FILES = [
@@ -30,6 +31,7 @@ NEED_NO_PACKAGE = {
     "scripts/build_corpus.py",
     "scripts/check_installed.py",
     "scripts/plot_schedule.py",
+    "scripts/verify_checkpoint.py",
 }
 NEED_NO_PACKAGE |= {
     "scripts.docs.flags",
@@ -97,7 +99,13 @@ def test_there_are_programs() -> None:
 
 def test_programs_name_the_missing_package(tmp_path: Path) -> None:
     """Without packages and outside of the checkout: no traceback, but one line and exit code 2."""
-    flags = {"pretrain_gpt.py": FLAGS, "scripts/prepare_data.py": PREPARE}
+    flags = {
+        "pretrain_gpt.py": FLAGS,
+        "scripts/prepare_data.py": PREPARE,
+        "scripts/generate.py": GENERATE,
+        "scripts/evaluate.py": "--model x --text y",
+        "scripts/convert_checkpoint.py": "--from=x --to=y --format=huggingface",
+    }
     with ThreadPoolExecutor(4) as pool:
         results = pool.map(
             lambda name: start(str(ROOT / name), *flags.get(name, "").split(), cwd=tmp_path), FILES
@@ -138,10 +146,10 @@ def test_environment_of_the_checkout_is_named(checkout: Path, tmp_path: Path) ->
 def test_without_an_environment_the_project_is_installed(checkout: Path, tmp_path: Path) -> None:
     """Without .venv the line creates it and installs the project, and it can be pasted."""
     shutil.rmtree(checkout / ".venv")
-    command = advice(start("scripts/generate.py", "--model=x", cwd=checkout))
+    command = advice(start("scripts/generate.py", *GENERATE.split(), cwd=checkout))
     assert command == "python3 -m venv .venv && source .venv/bin/activate && pip install -e ."
     assert f"pip install -e '{checkout}'" in advice(
-        start(f"{checkout}/scripts/generate.py", cwd=tmp_path)
+        start(f"{checkout}/scripts/generate.py", *GENERATE.split(), cwd=tmp_path)
     )
 
 

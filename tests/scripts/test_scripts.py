@@ -559,8 +559,8 @@ esac
 """
     executable(tmp_path / "bin" / "python", stand_in)
     output = succeeds(shell(f"{RUN_TESTS} --changed HEAD~2", VIRTUAL_ENV=str(tmp_path)))
-    words = "-m pytest --numprocesses 5 --dist worksteal -m not slow tests/a.py tests/b.py"
-    assert output.splitlines()[-1] == words
+    words = "--numprocesses 5 --dist worksteal -m not slow and not benchmarks tests/a.py tests/b.py"
+    assert output.splitlines()[-1] == f"-m pytest {words}"
 
 
 def test_run_tests_says_that_no_test_matches(tmp_path: Path) -> None:
