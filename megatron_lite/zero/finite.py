@@ -1,4 +1,4 @@
-"""Whether a model's weights and optimizer state are finite."""
+"""Check that a model's weights and optimizer state are finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def not_finite(model: MultiStage) -> str | None:
     """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of
     <name>").
 
-    None: all are finite. Reads the device once, and a second time to find the name.
+    Returns None if all are finite. Reads the device once, and a second time to find the name.
     """
     kinds = [(part, kind) for _, part in model.parts() for kind in part.kinds() if part.numel(kind)]
     finite = are_finite([part.read(kind) for part, kind in kinds])

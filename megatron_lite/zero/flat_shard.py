@@ -27,7 +27,7 @@ class Moment(NamedTuple):
     """One tensor of optimizer state, with an element per trained weight."""
 
     name: str
-    of_matrices: bool = True  # False: hidden matrices (see `ParameterSpec.matrix_rows`) have none
+    of_matrices: bool = True  # False: hidden matrices (`ParameterSpec.matrix_rows`) have none
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ ADAM_STATE = OptimizerState((Moment("exp_avg"), Moment("exp_avg_sq")))
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a stage's memory."""
+    """Dtypes of a stage's buffers and shards."""
 
     training: torch.dtype  # weight buffers and activations
     gradients: torch.dtype
@@ -53,7 +53,7 @@ class Precision:
 
 
 class BufferRange(NamedTuple):
-    """A shard's whole range of a buffer, (numel,). is_owned: no other stage uses the buffer."""
+    """A shard's slice of a buffer, (numel,). is_owned: no other stage uses the buffer."""
 
     full: Tensor
     is_owned: bool
@@ -63,20 +63,20 @@ class FlatShard:
     """This rank's weights, gradients and optimizer state of one flat range."""
 
     group: Group  # the ranks among which full weights are gathered
-    replicate: Group  # those that repeat their work
+    replicate: Group  # ranks that repeat this rank's work
     has_state: bool  # whether the shard has gradients and moments
     weights: WeightShard
     placed: Tensor  # the full range that layers compute with, (numel,): a view of the weight or the average buffer
     average: Tensor | None = (
         None  # running average of the weights, (shard_numel,) fp32; None: no averaging
     )
-    # no memory: the shard is another pipeline rank's
+    # no memory: the shard belongs to another pipeline rank
     dtype = torch.float32
     keeps_average = False
     has_memory = False
     shows_average = False  # whether `placed` holds the averages instead of the weights
     grad_shard: Tensor
-    sums: Tensor  # to which reductions in the group add: `grad_shard` or, with replicas, a range around it
+    sums: Tensor  # target of the group's reductions: `grad_shard`, or a range around it
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
 
     def __init__(
@@ -90,7 +90,7 @@ class FlatShard:
         self.group, self.replicate = groups.shard, groups.replicate
         self.rank: int = groups.data.rank
         self.layout = lay_out(specs, self.group.world_size, self.replicate.world_size)
-        # None: no tensor parallelism, so no rank holds copies of these parameters.
+        # None: no tensor parallelism, so these parameters have no copies.
         self.replicas = (
             Replicas(self.layout, self.rank, groups.tensor)
             if groups.tensor.world_size > 1
@@ -103,8 +103,7 @@ class FlatShard:
     def allocate(
         self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
     ) -> None:
-        """Allocate memory. A shard is a view of its slice of a buffer wherever no other stage uses
-        that buffer."""
+        """Allocate the shard's memory: views of the buffers where no other stage uses them."""
         self.full_weights = self.placed = weights.full
         self._own_weights = self._own(weights.full)
         self.has_memory = True
@@ -132,8 +131,7 @@ class FlatShard:
             )
 
     def initialize(self, seed: int) -> None:
-        """Draw the initial weights, which depend only on seed, parameter name and device type, not
-        on the layout.
+        """Draw the initial weights, by seed, parameter name and device type, whatever the layout.
 
         Each rank draws every parameter of its shard in full, one at a time, and stores its slice.
         """
@@ -173,25 +171,25 @@ class FlatShard:
         return self.layout.shard_numel
 
     def has(self, kind: str, spec: ParameterSpec) -> bool:
-        """Return whether tensors of this kind hold elements of a parameter."""
+        """Return whether tensors of this kind contain elements of a parameter."""
         return not spec.matrix_rows or kind not in self._moments or self._moments[kind].of_matrices
 
     def counted(self, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-        """Return the (start, end) ranges within `start` to `end` that this rank adds to sums over
-        all ranks."""
+        """Return the (start, end) ranges within `start` to `end` that this rank contributes to
+        global sums."""
         end = self.layout.shard_numel if end is None else end
         counted = [(start, end)] if self.replicas is None else self.replicas.counted
         cut = [(max(low, start), min(high, end)) for low, high in counted]
         return [(low, high) for low, high in cut if low < high]
 
     def parameter_at(self, index: int) -> str:
-        """Return the name of the parameter at element `index` of this rank's shard, or before it in
-        padding."""
+        """Return the name of the parameter at element `index` of this rank's shard; in padding, the
+        one before."""
         place = self.layout.start(self.rank) + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 
     def read(self, kind: str) -> Tensor:
-        """Return the weights, the average or a moment: the live shard or, for split weights, an
+        """Return the weights, the average or a moment: the shard itself or, for split weights, an
         fp32 copy."""
         if kind == "average":
             assert self.average is not None
@@ -199,7 +197,7 @@ class FlatShard:
         return self.weights.read() if kind == "weights" else self.moments[kind]
 
     def write(self, kind: str, values: Tensor) -> None:
-        """Store a changed tensor that `read` returned."""
+        """Store a tensor that `read` returned and the caller changed."""
         if kind == "weights":
             self.weights.write(values)
 

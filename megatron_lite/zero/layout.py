@@ -39,7 +39,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Consecutive elements with the same update rule; bounds are relative to the shard."""
+    """Consecutive elements with the same update rule; bounds are relative to the shard's start."""
 
     start: int
     end: int
@@ -54,8 +54,8 @@ class FlatLayout:
     """A flat range of (tensor-parallel parts of) parameters: world_size shards of shard_numel
     elements each.
 
-    Their order is that of the data-parallel ranks or, with replicas, s * R + r for rank s in the
-    group of replica r.
+    Shards follow the data-parallel ranks or, with replicas, s * R + r for rank s in the group of
+    replica r.
     """
 
     slots: tuple[ParameterSlot, ...]
@@ -73,13 +73,13 @@ class FlatLayout:
         return (place * self.replicas + replica) * self.shard_numel
 
     def holder(self, shard: int) -> int:
-        """Return the data-parallel rank that has the shard of this number."""
+        """Return the data-parallel rank that owns a shard."""
         place, replica = divmod(shard, self.replicas)
         return replica * (self.world_size // self.replicas) + place
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Padding, as (start, end) in elements of the range."""
+        """Padding, as (start, end) elements of the range."""
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         return [
             (slot.end, start)
@@ -93,11 +93,10 @@ class FlatLayout:
         return next((slot.offset for slot in self.slots if slot.spec.matrix_rows), self.numel)
 
     def update_ranges(self, rank: int, separate: bool = False) -> list[UpdateRange]:
-        """Cut a rank's shard where hidden matrices begin and where weight decay or learning-rate
-        scale change.
+        """Cut a rank's shard into ranges of one update rule, weight decay and learning-rate scale.
 
         `separate`: cut at every parameter. Padding belongs to the parameter before it: its weights,
-        gradients and moments are zero, and every rule leaves zeros at zero.
+        gradients and moments are zero, and every rule keeps zeros at zero.
         """
         firsts: list[int] = []  # index of the first parameter of each range
         for index, slot in enumerate(self.slots):
@@ -133,7 +132,7 @@ class FlatLayout:
     def tiles(
         self, rank: int, tensor_rank: int | None = None
     ) -> Iterator[tuple[ParameterSpec, Tile]]:
-        """Yield the tiles in a data-parallel rank's shard. tensor_rank: by default this rank's."""
+        """Yield the tiles in a data-parallel rank's shard. tensor_rank: defaults to this rank's."""
         low = self.start(rank)
         for slot in self.slots:
             spec = slot.spec if tensor_rank is None else slot.spec.on(tensor_rank)
@@ -149,8 +148,8 @@ def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
 
 
 def lay_out(specs: Sequence[ParameterSpec], ranks: int, replicas: int = 1) -> FlatLayout:
-    """Place parameters in a flat range at aligned offsets, grouped by update rule; for `ranks` in
-    each replica.
+    """Lay out parameters in a flat range at aligned offsets, grouped by update rule. ranks: per
+    replica.
 
     Hidden matrices come last, and parameters without weight decay before those with it.
     """
@@ -168,7 +167,7 @@ def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
     """Split the layers into stages, as ranges of layer indices: [embedding], [blocks...]...,
     [head].
 
-    Fractions alternate: 1.5 gives stages of one and two blocks.
+    Fractions alternate: 1.5 produces stages of one and two blocks.
     """
     count = number_of_stages(num_layers, layers_per_stage) - 2
     ends = [min(num_layers, int(index * layers_per_stage)) for index in range(count + 1)]
@@ -180,7 +179,7 @@ def split_into_stages(num_layers: int, layers_per_stage: float) -> list[range]:
 class BufferPlan:
     """Which buffer each stage uses, and the size of each buffer."""
 
-    placement: dict[int, int]  # stage -> buffer; absent: not needed
+    placement: dict[int, int]  # stage -> buffer; absent: none needed
     sizes: tuple[int, ...]  # elements
     owned: tuple[bool, ...]  # whether a single stage uses the buffer
 
@@ -193,7 +192,7 @@ def plan_buffers(
 ) -> BufferPlan:
     """Assign buffers to stages round-robin; each buffer is as large as the largest of its stages.
 
-    Stages of size 0 (gradients of frozen stages) get no buffer or, with `every`, one of size 0
+    Stages of size 0 get no buffer (gradients of frozen stages) or, with `every`, an empty one
     (weights of a tied head whose norm has none). Stages in `keep_apart` (a tied embedding, needed
     first and last) get their own buffer. Neither takes part in the round-robin.
     """

@@ -6,8 +6,8 @@
     after the last one             the borrower's rank sends what they have written, before any reduction
     backward passes of the lender  add to what has come; the lender's ranks reduce the sum
 
-So a gradient sums in the order of one pipeline rank. A copy has no part in updates, norms and
-files.
+Gradients are thus summed in the order of a single pipeline rank. Updates, norms and files skip
+copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_lite.zero.stage import Stage
 
 
 class BorrowedShard(FlatShard):
-    """A slice of buffers, and nothing else."""
+    """A shard that only slices the copy's buffers."""
 
     def allocate(
         self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
@@ -40,7 +40,7 @@ class BorrowedShard(FlatShard):
         self.replicas = None
 
     def place_weights(self) -> None:
-        """Leave the slice of `placed` as it has come."""
+        """Do nothing: the slice of `placed` has been received."""
 
 
 class BorrowedStage(Stage):
@@ -58,7 +58,7 @@ class BorrowedStage(Stage):
 
 
 class Loans(Messages):
-    """The messages of a rank if ranks borrow stages. stages: of this rank, by number, copies
+    """The messages of a rank in a pipeline with loans. stages: this rank's by number, copies
     included."""
 
     def __init__(
@@ -72,13 +72,14 @@ class Loans(Messages):
                 each.main_grad for each in stage.trained if each.spec.name in lent
             ]
             if isinstance(stage, BorrowedStage):
-                stage.weights.holder = stage.index  # gathers nothing before something has come
+                stage.weights.holder = stage.index  # gathers nothing before the weights arrive
             else:
-                # What is lent is never empty: the borrower's contributions come first.
+                # `accumulate` must not reset lent gradients: the borrower's contributions arrive
+                # first.
                 stage.trained = [each for each in stage.trained if each.spec.name not in lent]
 
     def receive(self, message: Message, micro_batch: Any) -> None:
-        """Start a transfer to this rank, or one of a loan."""
+        """Start receiving a result from another rank, or a loan."""
         if message.kind not in LOANS:
             super().receive(message, micro_batch)
             return
@@ -100,7 +101,7 @@ class Loans(Messages):
                 self.send(message, slice_)
 
     def _move(self, transfer: Callable[[Tensor, int], Any], message: Message) -> Works:
-        """Send or receive gradients that a borrower writes."""
+        """Send or receive the gradients that a borrower adds."""
         return Works(
             [transfer(gradient, message.peer) for gradient in self._gradients[message.stage]]
         )

@@ -1,5 +1,4 @@
-"""The full-stage buffers of a model: their number, the stages that use each, and a table of all
-memory."""
+"""The full-stage buffers of a model (how many, used by which stages) and a table of all memory."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ class Memory:
     """The buffers and shards of all stages.
 
     averaged: also allocate running averages of the trainable weights. breadth_first: the schedule
-    computes a stage's micro-batches in a row; others would have to reduce their gradients one by
-    one, so a stage keeps its own buffer.
+    computes a stage's micro-batches in a row; otherwise each stage keeps its own gradient buffer,
+    or it would have to reduce every micro-batch's gradient.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Memory:
         grad_plan = plan_buffers(
             {stage.index: stage.grad_numel for stage in stages}, grad_count, tied
         )
-        # A single rank gathers nothing ahead; several fill or send one buffer while they use the
+        # A single rank never gathers ahead; several ranks fill or send one buffer while using the
         # other.
         ahead, updates_ahead = (
             min(size, 2) for size in (group.world_size, stages[0].world.world_size)
@@ -91,7 +90,7 @@ class Memory:
             self.average_plans = [self._plan(stage, average_plan, grad_plan) for stage in stages]
 
     def register(self) -> None:
-        """Exchange the addresses of buffers in symmetric memory; all ranks call this together.
+        """Exchange the addresses of buffers in symmetric memory. Collective.
 
         Raises:
             UsageError: if NCCL refuses.
@@ -145,15 +144,15 @@ class Memory:
         return sum(buffer.data.numel() > 0 for buffer in self.weights), len(self.gradients)
 
     def _counts(self, config: MultiStageConfig, breadth_first: bool) -> tuple[int, int]:
-        """Return the numbers of weight and gradient buffers: explicit counts win over the ZeRO
+        """Return the numbers of weight and gradient buffers: explicit counts override the ZeRO
         stage."""
         every, alone = len(self.stages), self._group.world_size == 1
         zero_stage = config.zero_stage or 1
         assert zero_stage != "auto", "resolved before"
         weights = config.num_weight_buffers or (2 if zero_stage == 3 else every)
         gradients = config.num_grad_buffers or (2 if zero_stage >= 2 and breadth_first else every)
-        # On a single rank the shard is the full tensor: in the buffers' dtype, which replicas hold,
-        # a buffer per stage costs nothing.
+        # On a single rank the shard is the full tensor: in the buffers' dtype, which replicas store
+        # anyway, a buffer per stage costs nothing.
         if alone and (self._precision.training == torch.float32 or self._replicate.world_size > 1):
             weights = every
         return weights, every if alone else gradients
@@ -182,7 +181,7 @@ class Memory:
 
 
 def _weight_bytes(part: FlatShard) -> int:
-    """Return the bytes of weights outside the weight buffer."""
+    """Return the bytes of weights stored outside the weight buffer."""
     held = part.held_bytes if isinstance(part, HybridShard) else 0
     return held + (0 if part.shares_weights else part.weights.nbytes)
 

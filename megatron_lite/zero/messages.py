@@ -1,4 +1,4 @@
-"""Hidden states and their gradients on the way between pipeline ranks."""
+"""Send hidden states and their gradients between pipeline ranks."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.zero.simulation import Message
 
-MOST_SENT = 2  # messages that may be on the way; the next one frees the memory of the oldest
+MOST_SENT = 2  # messages in flight; the next one frees the memory of the oldest
 
 
 class FirstLayer(Protocol):
-    """The first layer, as messages know it."""
+    """The part of the first layer that messages need."""
 
     def boundary(self, micro_batch: Any, /) -> tuple[tuple[int, ...], torch.dtype | None]:
-        """Return shape and dtype (None: that of training) of a micro-batch's hidden states between
-        layers."""
+        """Return shape and dtype (None: the training dtype) of a micro-batch's hidden states
+        between layers."""
         ...
 
 
 class Messages:
-    """The messages of a rank. first_layer: knows the shape of hidden states. dtype: of training."""
+    """The messages of a rank. first_layer: gives the shape of hidden states. dtype: for
+    training."""
 
     def __init__(self, group: PipelineGroup, first_layer: Any, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         self._first_layer: FirstLayer = first_layer
         self._coming: dict[Message, tuple[Handle, Tensor]] = {}
-        self.sent: deque[tuple[Handle, Tensor]] = deque()  # on the way
+        self.sent: deque[tuple[Handle, Tensor]] = deque()  # in flight
 
     def receive(self, message: Message, micro_batch: Any) -> None:
-        """Start a transfer to this rank."""
+        """Start receiving a result from another rank."""
         shape, dtype = self._first_layer.boundary(micro_batch)
         tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._group.device)
         self._coming[message] = self._group.receive(tensor, message.peer), tensor
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a transfer to this rank."""
+        """Wait for a result from another rank."""
         transfer, tensor = self._coming.pop(message)
         transfer.wait()
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start a transfer to another rank."""
+        """Start sending a result to another rank."""
         if len(self.sent) == MOST_SENT:
             self.sent.popleft()[0].wait()
         tensor = tensor.contiguous()

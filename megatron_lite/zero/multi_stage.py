@@ -1,4 +1,4 @@
-"""All stages of a model: iterations through them, their full weights, and gathers ahead of the next
+"""All stages of a model: their iterations, their full weights, and gathers ahead of the next
 iteration."""
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_lite.zero.throttle import Throttle
 class MultiStage:
     """A chain of layers, partitioned over ranks.
 
-    groups: this rank's: a `Distributed`, or what stands for one in a plan.
+    groups: this rank's `Distributed`, or a plan's substitute.
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging`
     updates. state: the optimizer state, as the rule declares it.
-    durations: of a micro-batch's passes through each stage, for the schedule, the same on all
-    ranks; by default equal.
+    durations: of a micro-batch's passes through each stage, for the schedule; must match on all
+    ranks. Default: equal.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MultiStage:
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)
         of_type = HybridStage if groups.replicate.world_size > 1 else Stage
         of_all = groups, training, state
-        self.all_stages = [  # those of other pipeline ranks have no memory
+        self.all_stages = [  # other pipeline ranks' stages have no memory here
             of_type(i, [layers[j] for j in some], *of_all) for i, some in enumerate(self.split)
         ]
         for _, part in self.all_parts():
@@ -82,7 +82,7 @@ class MultiStage:
         head = every[-1].numel + sum(
             every[lender].numel for lender, borrower in ties if borrower == every[-1].index
         )
-        # products: as the weights
+        # matrix products cost in proportion to the weights
         work = head * len(every[1:-1]) / max(1, sum(stage.numel for stage in every[1:-1]))
         self.pipeline = place(
             self.ranks.world_size, len(every), name, config.pipeline_placement, work
@@ -137,8 +137,8 @@ class MultiStage:
             stage.observer = observer
 
     def wrap(self, wrapped: Callable[[Stage], Stage] | None) -> None:
-        """Run training steps and their early gathers through `wrapped(stage)`; None: through the
-        stages again."""
+        """Run training steps and their early gathers through `wrapped(stage)`; None: unwrap the
+        stages."""
         self._verbs = {
             index: wrapped(stage) if wrapped else stage for index, stage in self._by_index.items()
         }
@@ -174,11 +174,11 @@ class MultiStage:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let `evaluate` and `full_weights` use the averages instead of the weights inside this
+        """Use the averages instead of the weights in `evaluate` and `full_weights` inside this
         context.
 
         Averages have their own buffers, because a weight buffer may be the memory of the master
-        weights. Weight buffers and their pending gathers stay as they are.
+        weights. Weight buffers and their pending gathers are not touched.
         """
         assert self.memory.averages, "this model keeps no averages"
         self._show_averages(True)
@@ -198,7 +198,7 @@ class MultiStage:
             stage.compute_with(buffers[plan.weight_buffer], averages=shown)
 
     def updated(self, stage: Stage) -> None:
-        """Mark this stage's full weights as stale after an update of its shard.
+        """Mark this stage's full weights as stale after its shard was updated.
 
         If the next step begins with their gather, start it now, while later stages are updated.
         """
@@ -220,7 +220,7 @@ class MultiStage:
             stage.begin_update()
 
     def invalidate(self) -> None:
-        """Mark all full weights as stale after a change of the shards."""
+        """Mark all full weights as stale after the shards changed."""
         for stage in self.stages:
             stage.weights.holder = None
             if isinstance(stage, HybridStage):
@@ -241,7 +241,7 @@ class MultiStage:
                 yield spec.name, self.ranks.from_owner(whole, owner)
 
     def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """As `full_weights`, but yield this rank's part with its spec, without tensor-parallel
+        """Like `full_weights`, but yield this rank's part with its spec, without tensor-parallel
         communication."""
         for stage in self.stages:
             yield from self._weights_of(stage)
@@ -274,8 +274,8 @@ class MultiStage:
         return ((stage.index, part) for stage in self.stages for part in stage.parts)
 
     def all_parts(self) -> Iterator[tuple[int, FlatShard]]:
-        """Return those of all stages; the parts of other pipeline ranks have layouts and kinds, but
-        no memory."""
+        """Return (stage index, flat shard) of all stages; other pipeline ranks' shards have layouts
+        and kinds, but no memory."""
         return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
 
     def specs(self) -> Iterator[ParameterSpec]:

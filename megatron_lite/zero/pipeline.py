@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: which stages a rank has, and the passes of every rank in their order.
+"""Pipeline schedules as data: which stages each rank runs, and every rank's passes in order.
 
 Consecutive stages that a micro-batch passes on one rank are a *chunk*; the embedding is in the
-first, the head in the last. Chunk c of C is on pipeline rank c % P ("loop") or goes there and back
-("v": 0, 1, ..., P - 1, P - 1, ..., 0), so that with "v" embedding and head are on the first rank.
+first, the head in the last. Chunk c of C is on pipeline rank c % P ("loop"), or ranks count up and
+back down ("v": 0, 1, ..., P - 1, P - 1, ..., 0), which puts embedding and head on the first rank.
 Each schedule computes a stage's micro-batches in ascending order, so that P changes no sum.
 
     breadth_first  every micro-batch through a chunk before the next chunk: one gather and one reduction a stage and
@@ -25,13 +25,13 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.system import ONE_LOOP, number_of_chunks
 
-# a backward pass is whole, or one of its two parts
+# a backward pass is either whole or split in two parts
 Kind = Literal["forward", "backward", "input", "weights"]
 Ties = Sequence[tuple[int, int]]  # (stage, another one that uses its parameters)
 
 
 class Pass(NamedTuple):
-    """A micro-batch through a stage or chunk."""
+    """One micro-batch's pass through a stage or chunk."""
 
     kind: Kind
     stage: int
@@ -55,7 +55,7 @@ class Durations(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The ranks of a pipeline and the stages of each. chunks: ranges of stage numbers."""
+    """The ranks of a pipeline and their stages. chunks: ranges of stage numbers."""
 
     ranks: int
     chunks: tuple[range, ...]
@@ -82,18 +82,17 @@ class Pipeline:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def apart(self, ties: Ties) -> Ties:
-        """Return the ties between stages of different ranks."""
+        """Return the ties between stages on different ranks."""
         return [tie for tie in ties if self.rank_of[tie[0]] != self.rank_of[tie[1]]]
 
 
 def place(
     ranks: int, num_stages: int, schedule: str, placement: str, head: float = 0.0
 ) -> Pipeline:
-    """Divide the stages, of which the first is the embedding and the last the head, into chunks of
-    a pipeline.
+    """Divide the stages, embedding first and head last, into chunks of a pipeline.
 
-    head: its work in that of a stage of blocks. With one loop its rank has fewer of these; loops
-    need equal chunks.
+    head: its work relative to a stage of blocks. With one loop, the head's rank gets fewer blocks;
+    loops need equal chunks.
     """
     blocks = num_stages - 2
     count = number_of_chunks(ranks, blocks, schedule, placement)
@@ -101,7 +100,7 @@ def place(
     owners = [Pipeline(ranks, (), placement).rank_of_chunk(chunk) for chunk in range(count)]
     sizes, work = [1] * count, [float(owners.count(rank)) for rank in range(ranks)]
     work[owners[-1]] += head if schedule in ONE_LOOP else 0.0
-    # to the least work; of equals to the last, which holds fewer activations
+    # to the least work; on a tie to the last rank, which stores fewer activations
     for _ in range(blocks - count):
         rank = min(range(ranks), key=lambda rank: (work[rank], -rank))
         chunk = min(
@@ -112,12 +111,12 @@ def place(
     return Pipeline(ranks, tuple(range(*pair) for pair in itertools.pairwise(borders)), placement)
 
 
-# -- the schedules: passes of every rank through chunks
+# -- the schedules: every rank's passes through chunks
 # ----------------------------------------------------------------
 
 
 def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
-    """Return the passes of every rank. durations: of a pass through each chunk."""
+    """Return the passes of every rank. durations: of a micro-batch through each chunk."""
     batches = range(micro_batches)
     return [
         [Pass("forward", chunk, micro) for chunk in own for micro in batches]
@@ -127,8 +126,8 @@ def breadth_first(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
 
 
 def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
-    """Return the passes of every rank; see `breadth_first`. With several chunks a rank, they are
-    interleaved."""
+    """Return the passes of every rank, interleaved with several chunks per rank; see
+    `breadth_first`."""
     ranks, loops = pipeline.ranks, len(pipeline.chunks) // pipeline.ranks
     groups = max(1, micro_batches // ranks)
     borders = [micro_batches * group // groups for group in range(groups + 1)]
@@ -154,16 +153,16 @@ def one_f_one_b(pipeline: Pipeline, micro_batches: int, durations: Sequence[Dura
 def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Durations]) -> Passes:
     """Return the passes of every rank; see `breadth_first`.
 
-    Takes again and again the pass that can start first. Of several that can start at nearly the
-    same time: input gradients before forward passes before weight gradients, the oldest
-    micro-batch's gradient, and the forward pass that is nearest to the loss.
+    Repeatedly takes the pass that can start first. Among passes that can start at nearly the same
+    time: input gradients before forward passes before weight gradients, the oldest micro-batch's
+    gradient, and the forward pass nearest to the loss.
     """
     most, count = 2 * pipeline.ranks, len(pipeline.chunks)
     own = [pipeline.chunks_of(rank) for rank in range(pipeline.ranks)]
     rank_of = [pipeline.rank_of_chunk(chunk) for chunk in range(count)]
     found: Passes = [[] for _ in own]
     end, free = dict[Pass, float](), [0.0] * pipeline.ranks
-    # activations, and those of the rank's last chunk
+    # activations of a rank, and of its last chunk
     held, back = ([0] * pipeline.ranks for _ in range(2))
     # by priority
     coming: dict[Kind, list[int]] = {kind: [0] * count for kind in ("input", "forward", "weights")}
@@ -174,8 +173,8 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
         for priority, kind in enumerate(coming):
             for chunk, micro in enumerate(coming[kind]):
                 each, rank = Pass(kind, chunk, micro), rank_of[chunk]
-                # The last place is for a micro-batch on its way back, unless another one that is
-                # frees a place.
+                # The last place is reserved for a micro-batch on its way back, unless another such
+                # one frees a place.
                 room = most - (chunk != own[rank][-1] and back[rank] == 0)
                 if micro == micro_batches or (kind == "forward" and held[rank] >= room):
                     continue
@@ -208,8 +207,8 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
 
 
 def needed_by(each: Pass, count: int) -> Iterator[Pass]:
-    """Yield the passes whose results a pass needs, of `count` stages or chunks; "input" also stands
-    for "backward"."""
+    """Yield the passes whose results a pass needs, among `count` stages or chunks; "input" also
+    stands for "backward"."""
     if each.kind == "weights":
         yield each._replace(kind="input")
     elif each.kind != "forward":
@@ -241,7 +240,7 @@ def training_passes(
     first_trained: int = 0,
     ties: Ties = (),
 ) -> Passes:
-    """Return the passes of every rank through stages.
+    """Return every rank's passes through stages.
 
     Args:
         groups: micro-batches that are computed together.
@@ -271,8 +270,8 @@ def training_passes(
 
 
 def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) -> Iterator[Pass]:
-    """Yield the passes through the stages of each chunk. by_stage: a whole row of micro-batches
-    first."""
+    """Yield the passes through each chunk's stages. by_stage: all micro-batches of a row before the
+    next stage."""
     for (kind, chunk), run in itertools.groupby(passes, key=lambda each: each[:2]):
         batches = [each.micro_batch for each in run]
         for some in [batches] if by_stage else [[micro] for micro in batches]:
@@ -282,8 +281,7 @@ def _through_stages(pipeline: Pipeline, passes: Sequence[Pass], by_stage: bool) 
 
 
 def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
-    """Move the backward passes of tied stages to the last one, which needs the borrower's last
-    one."""
+    """Delay the first stage's backward passes of each tie until the borrower's last one."""
     lenders = {lender for lender, _ in ties}
     late = [each for each in passes if each.kind != "forward" and each.stage in lenders]
     for each in passes:
@@ -294,8 +292,8 @@ def _at_last(passes: Sequence[Pass], ties: Ties) -> Iterator[Pass]:
 
 
 def evaluation_passes(pipeline: Pipeline, micro_batches: int) -> Passes:
-    """Return the forward passes of every rank; a pipeline has no gaps if each stage computes all of
-    them in a row."""
+    """Return the forward passes of every rank; stages compute all micro-batches in a row, without
+    gaps."""
     ranks = [pipeline.stages_of(rank) for rank in range(pipeline.ranks)]
     batches = range(micro_batches)
     if pipeline.ranks == 1:

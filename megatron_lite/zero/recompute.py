@@ -16,8 +16,8 @@ from megatron_lite.zero.layer import Layer
 
 
 class _Recomputed(Function):
-    """Takes trained parameters as arguments so that the output requires a gradient even if the
-    input does not."""
+    """Autograd function of `recompute`. Takes the trained parameters as arguments so that the
+    output requires a gradient even if the input does not."""
 
     @staticmethod
     def forward(

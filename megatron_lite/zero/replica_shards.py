@@ -1,16 +1,16 @@
 """Hybrid shards: ZeRO inside groups of S neighbouring data-parallel ranks, composed with ZeRO-1
 across R replicas.
 
-Every rank owns 1/N of the master weights and optimizer state, N = S R. It also holds the 1/S of
-weights in the training dtype and of gradients that its group needs of it: the shards of the R ranks
-with its place, one after another. A step gathers and reduces inside the group, which may be a node,
-and across replicas once:
+Every rank owns 1/N of the master weights and optimizer state, N = S R. It also stores 1/S of its
+group's weights in the training dtype and of its gradients: the shards of the R ranks in its
+position, concatenated. A step gathers and reduces inside the group, which may be a node, and across
+replicas once:
 
     backward of stages i, i - 1, ...    reduce in the group, and once done across replicas, while later passes run
     update of stage i                   gather its new weights across replicas, while the next stage is updated
     gather of stage i                   wait for that; gather in the group
 
-Both collectives across replicas work in place: on contiguous memory, as the layout numbers shards s
+Both collectives across replicas work in place on contiguous memory, as the layout numbers shards s
 * R + r.
 """
 
@@ -32,8 +32,8 @@ from megatron_lite.zero.stage import Stage
 
 
 class HybridShard(FlatShard):
-    """As `FlatShard`; its weights and gradients are views of those that this rank holds for its
-    group."""
+    """A `FlatShard` whose weights and gradients are views of the range that this rank stores for
+    its group."""
 
     def allocate(
         self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
@@ -41,7 +41,7 @@ class HybridShard(FlatShard):
         """See `FlatShard`."""
         held_numel = self.layout.numel // self.group.world_size
         # This rank's part of its group's weights, (R * shard_numel,) in the training dtype;
-        # `is_stale`: the other replicas' shards in it are older than theirs.
+        # `is_stale`: the other replicas' shards in it are out of date.
         self.held = super()._own(weights.full)
         if not weights.is_owned:
             self.held = self._zeros(weights.full.dtype, held_numel)
@@ -61,8 +61,8 @@ class HybridShard(FlatShard):
             self.own_gradients, self.sums = own, sums.full
 
     def place_weights(self) -> None:
-        """Place this rank's part of its group's weights, or averages, in `placed`, after a gather
-        across replicas."""
+        """Place this rank's part of its group's weights, or averages, in `placed`, gathering across
+        replicas first."""
         placed = super()._own(self.placed)
         if self.shows_average:
             self._own(placed).copy_(self.weights.read() if self.average is None else self.average)
@@ -89,13 +89,12 @@ class HybridShard(FlatShard):
             self._gathering = None
 
     def _own(self, full: Tensor) -> Tensor:
-        """Return this rank's shard in its part of the group's range, which `FlatShard._own`
-        returns."""
+        """Return this rank's shard within its part of the group's range (from `FlatShard._own`)."""
         return full.view(self.replicate.world_size, -1)[self.replicate.rank]
 
 
 class HybridStage(Stage):
-    """As `Stage`, with replicas."""
+    """A `Stage` with replicas."""
 
     shard_type = HybridShard
     parts: tuple[HybridShard, ...]
@@ -103,26 +102,24 @@ class HybridStage(Stage):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.reductions = 0  # in the group, until the step's last
-        # stages of this rank whose last reduction is under way
+        self.reductions = 0  # in the group, until the last of the step
+        # stages of this rank whose last reduction is in progress
         self.reduced: deque[HybridStage] = deque()
         self._reduction: Handle | None = None  # across replicas
-        # a tied head without a norm's weight has no parts
+        # a tied head without norm weights has no parts
         groups = [part.group for part in self.parts]
         on_gpu = any(group.device.type == "cuda" and group.world_size > 1 for group in groups)
         self._stream = torch.cuda.Stream() if on_gpu else None
 
     def gather(self) -> None:
-        """See `Stage`. On a GPU, another stream waits for the replicas, so that computing goes
-        on."""
+        """See `Stage`. On a GPU, another stream waits for the replicas while this one computes."""
         if self.weights.holder != self.index:
             self.weights.wait()
             with self._aside():
                 super().gather()
 
     def reduce(self, again: bool) -> None:
-        """See `Stage`. Stages that were reduced before, during a stage's backward pass, go on
-        across replicas."""
+        """See `Stage`. Continue earlier stages' reductions across replicas meanwhile."""
         self._go_on()
         super().reduce(again)
         self.reductions -= 1
@@ -152,7 +149,7 @@ class HybridStage(Stage):
             self.trainable.start_gather()
 
     def invalidate(self) -> None:
-        """Gather all weights across replicas again, after a change of the shards."""
+        """Gather all weights across replicas again after they changed."""
         for part in self.parts:
             part.is_stale = True
 
@@ -175,8 +172,8 @@ class HybridStage(Stage):
 
 
 def begin_reductions(stages: Sequence[Stage], steps: Sequence[Step]) -> None:
-    """Count the reductions of each stage in a step, so that its last one goes on across replicas at
-    once."""
+    """Count the reductions of each stage in a step, so that its last one continues across replicas
+    at once."""
     counts = Counter(index for step in steps for index, _ in step.reduce)
     reduced = deque[HybridStage]()
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Replicated parameters: those that several ranks of a tensor-parallel group hold in their shards.
+"""Replicated parameters, which several ranks of a tensor-parallel group store in their shards.
 
 Copies must stay equal, so they get the same gradient. Where each rank computes a part of the
 gradient (a norm of some of the tokens, a key head that serves queries on two ranks), one collective
@@ -24,7 +24,7 @@ from megatron_lite.zero.layout import FlatLayout
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of a shard, and whether they count on this rank; padding belongs to the
+    """Consecutive elements of a shard, and whether they count on this rank; padding counts with the
     tile before it."""
 
     start: int
@@ -33,10 +33,10 @@ class Segment(NamedTuple):
 
 
 class Replicas:
-    """The tiles of a rank's shard, and those among them that other ranks also hold."""
+    """The tiles of a rank's shard, and which of them other ranks share."""
 
     def __init__(self, layout: FlatLayout, rank: int, tensor: Group) -> None:
-        """rank: in the data-parallel group."""
+        """Find the replicated tiles. rank: in the data-parallel group."""
         self._tensor = tensor
         held = list(layout.tiles(rank))
         tiles = [tile for _, tile in held]
@@ -77,9 +77,9 @@ class Replicas:
 
 
 def whole_parameter(spec: ParameterSpec, local: Tensor, tensor: Group) -> Tensor:
-    """Gather a parameter from the ranks of a tensor-parallel group; all of them must call this.
+    """Gather a parameter over a tensor-parallel group. Collective.
 
-    local: this rank's part, returned as is if no rank holds another part.
+    local: this rank's part, returned as is if no other rank has a different part.
     """
     if spec.local_shape == spec.shape:
         return local

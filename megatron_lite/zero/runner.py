@@ -21,13 +21,11 @@ def execute(
     throttle: Throttle | None = None,
     trains: bool = True,
 ) -> list[Tensor]:
-    """Run one iteration's micro-batches; return the last stage's output for each, on its pipeline
-    rank.
+    """Run one iteration's micro-batches; return the last stage's outputs, on its pipeline rank.
 
-    The outputs are losses, (), or logits of a model without a loss. stages: by number in the model.
-    trains: afterwards every `grad_shard` holds this rank's slice of the gradient, summed over
-    micro-batches and ranks; otherwise the schedule has forward passes only, and no gradient is
-    touched.
+    The outputs are losses, (), or logits if the model has no loss. stages: by number in the model.
+    trains: afterwards every `grad_shard` contains this rank's slice of the gradient, summed over
+    micro-batches and ranks; otherwise the schedule has forward passes only and touches no gradient.
     """
     hidden: dict[int, Any] = {}  # (b, s, h) between stages; after the last one the loss, ()
     grad: dict[int, Any] = {}  # d loss / d hidden, (b, s, h)

@@ -1,4 +1,4 @@
-"""A rank's step as a list: passes in their order, with the collectives and messages around each.
+"""A rank's step as a list: its passes in order, with the collectives and messages around each.
 
 Nothing here runs anything, so tests can check the order of all collectives.
 """
@@ -24,9 +24,9 @@ Stages = tuple[int, ...]  # their numbers in the model
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage, as the schedule knows it."""
+    """A stage as the schedule sees it."""
 
-    stage: int  # number in the model, which may differ from the index in a list
+    stage: int  # number in the model, not always the index in a list
     weight_buffer: int
     grad_buffer: int | None  # None: nothing to train
     borrows_from: Stages = ()  # other stages whose parameters this one uses
@@ -39,8 +39,7 @@ class Step:
     """One pass of one micro-batch through one stage, and the collectives around it.
 
     In order: start `receive` and `gather`, wait for the weights in `needs`, take over the buffers
-    in `accumulate`, wait for the input from another pipeline rank, compute, send the result to
-    another one, start `reduce`.
+    in `accumulate`, wait for `take`, compute, start `send`, start `reduce`.
     """
 
     kind: Kind
@@ -52,8 +51,8 @@ class Step:
     # (stage, add to its shard?) whose reduction starts after the pass
     reduce: tuple[tuple[int, bool], ...]
     receive: tuple[Message, ...] = ()  # transfers that start before the pass
-    take: Message | None = None  # the input's
-    send: Message | None = None  # the result's
+    take: Message | None = None  # the input, from another pipeline rank
+    send: Message | None = None  # the result, to another pipeline rank
 
 
 def schedule(
@@ -63,7 +62,7 @@ def schedule(
     stages = {plan.stage: plan for plan in plans}
     training = any(kind != "forward" for kind, _, _ in passes)
     needs: list[Stages] = []  # stages whose weights each step uses
-    writes: list[Stages] = []  # stages whose gradients it writes
+    writes: list[Stages] = []  # stages whose gradients each step writes
     for kind, stage, _ in passes:
         plan = stages[stage]
         uses = (stage, *plan.borrows_from)
@@ -111,8 +110,8 @@ def _place_gathers(stages: Mapping[int, StagePlan], needs: Sequence[Stages]) -> 
 def _place_reduces(
     stages: Mapping[int, StagePlan], writes: Sequence[Stages]
 ) -> list[tuple[tuple[int, bool], ...]]:
-    """Start each reduction after the stage's last write before another stage takes its buffer or
-    the iteration ends."""
+    """Start each reduction after the stage's last write before its buffer changes hands or the
+    iteration ends."""
     reduces: list[list[tuple[int, bool]]] = [[] for _ in writes]
     last_write: dict[int, tuple[int, int]] = {}  # buffer -> (stage, step)
     reduced: set[int] = set()
@@ -145,7 +144,7 @@ class Order:
     durations: Sequence[Durations]
 
     def training(self, micro_batches: int, breadth_first: int) -> Passes:
-        """Return the passes of every pipeline rank. breadth_first: micro-batches of a group of this
+        """Return every pipeline rank's passes. breadth_first: micro-batches per group of this
         schedule."""
         size = breadth_first if self.schedule == "breadth_first" else micro_batches
         assert micro_batches % size == 0, f"{micro_batches} micro-batches, not in {size}s"
@@ -155,13 +154,13 @@ class Order:
         )
 
     def timeline(self, passes: Sequence[Sequence[Pass]]) -> Timeline:
-        """Simulate the passes of every pipeline rank."""
+        """Simulate every pipeline rank's passes."""
         return simulate(passes, self.pipeline, self.durations, self.first_trained, ties=self.ties)
 
     def steps(
         self, rank: int, plans: Sequence[StagePlan], passes: Sequence[Sequence[Pass]]
     ) -> list[Step]:
-        """Return the steps of a pipeline rank with these stages. passes: of every rank."""
+        """Return the steps of a pipeline rank with these stages. passes: every rank's."""
         if self.pipeline.ranks == 1:
             return schedule(plans, passes[rank])
         return schedule(

@@ -1,4 +1,4 @@
-"""A pipeline's step on paper: when each pass of each rank runs, and which results travel between
+"""Simulate a pipeline's step: when each pass of each rank runs, and which results travel between
 ranks."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LOANS = ("lend", "return")
 
 
 class Message(NamedTuple):
-    """A pass's result for another rank: hidden states or their gradient, (b, s, h), of one
-    micro-batch.
+    """A pass's result for another rank: one micro-batch's hidden states or their gradient, (b, s,
+    h).
 
     kind, stage: of the pass that needs it. peer: the pipeline rank at the other end. Or a loan
     between ranks: "lend" a stage's weights (on both ranks), and "return" what the borrower adds to
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A simulated step. bubble: its duration over that of the busiest rank's passes, minus 1.
+    """A simulated step. bubble: its duration divided by the busiest rank's compute time, minus 1.
 
     spans: (start, end) of each pass of each rank.
     """
@@ -48,14 +48,14 @@ def simulate(
     message: float = 0.0,
     ties: Ties = (),
 ) -> Timeline:
-    """Run the passes of all ranks on paper.
+    """Simulate the passes of all ranks.
 
-    durations: by stage. message: the duration of a transfer. ties: of which those between ranks
-    delay backward passes.
+    durations: by stage. message: the duration of a transfer. ties: those between ranks delay
+    backward passes.
 
     Raises:
-        AssertionError: if a rank waits for ever, or computes a pass twice, not at all, on the wrong
-            rank, or the micro-batches of a stage out of order.
+        AssertionError: if a rank waits forever, or computes a pass twice, not at all, on the wrong
+            rank, or a stage's micro-batches out of order.
     """
     count, rank_of = len(pipeline.rank_of), pipeline.rank_of
     ends: dict[Pass, float] = {}
@@ -119,10 +119,10 @@ def _check_complete(
 
 
 class Transfers(NamedTuple):
-    """The messages of one rank's passes, by the pass's place in the list.
+    """The messages of one rank's passes, by the pass's index in the list.
 
-    receive: transfers to start before a pass, in the order in which their senders send. take: what
-    a pass waits for. send: what leaves after it.
+    receive: transfers to start before a pass, in the order in which their senders send. take: the
+    one that the pass waits for. send: results to send after it.
     """
 
     receive: list[tuple[Message, ...]]
@@ -137,7 +137,7 @@ def transfers(
     result is sent.
 
     By then its rank has needed nothing that is sent later, so no send waits for a receive that
-    waits for the send: the order of the simulation holds for any real durations.
+    waits for the send: the simulated order is safe for any real durations.
     """
     chains = itertools.chain.from_iterable
     ends = {each: end for each, (_, end) in zip(chains(ranks), chains(timeline.spans), strict=True)}
@@ -179,8 +179,8 @@ def _is_away(pipeline: Pipeline, stage: int, rank: int) -> bool:
 
 
 def _senders(each: Pass, stage: int) -> tuple[Pass, ...]:
-    """Return the passes of a neighbouring stage that may produce (or use) what `each` takes (or
-    makes)."""
+    """Return the passes of a neighbouring stage that may produce the input of `each` (or use its
+    output)."""
     moved = each._replace(stage=stage)
     return (
         (moved,)

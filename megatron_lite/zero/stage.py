@@ -1,6 +1,6 @@
 """A stage: consecutive layers whose parameters are gathered, used, reduced and updated together.
 
-A stage always holds shards (this rank's 1/N of weights, gradients and optimizer state). While it
+A stage always owns its shards (this rank's 1/N of weights, gradients and optimizer state). While it
 computes, it borrows a buffer for its full weights and one for its full gradients. ZeRO 1, 2 and 3
 differ only in the number of buffers.
 """
@@ -25,7 +25,7 @@ from megatron_lite.zero.recompute import recompute
 
 
 class Observer:
-    """No-op base class for tensor debugging. Overrides must not change tensors."""
+    """Base class for tensor debugging; does nothing. Overrides must not change tensors."""
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
         """Observe a layer's output: (b, s, h), or () for the last layer."""
@@ -39,7 +39,7 @@ class Buffer:
 
     def __init__(self, data: Tensor, is_owned: bool) -> None:
         self.data, self.is_owned = data, is_owned  # by a single stage
-        self.holder: int | None = None  # the stage whose values are here, or are being gathered
+        self.holder: int | None = None  # the stage whose values are stored, or being gathered, here
         self.casts: dict[str, Any] = {}  # see `Parameter.casts`
         self._pending: Handle | None = None
 
@@ -74,7 +74,7 @@ class ShardUpdate:
             self._shard.add_(self._own_slice)
         elif (
             self._shard.data_ptr() != self._own_slice.data_ptr()
-        ):  # else the shard is a view of the buffer
+        ):  # otherwise the shard is a view of the buffer
             self._shard.copy_(self._own_slice)
 
 
@@ -84,8 +84,8 @@ class Stage:
     shard_type = FlatShard
     observer: Observer | None = None
     update_buffer: Buffer | None = None  # for an optimizer of whole matrices
-    # `MultiStage` clears these if neither this stage nor (for the input) an earlier one has
-    # trainable parameters.
+    # `MultiStage` clears these if no parameter of this stage or (for the input) an earlier one is
+    # trained.
     runs_backward = True
     wants_input_gradient = True
 
@@ -97,8 +97,8 @@ class Stage:
         training: bool,
         state: OptimizerState,
     ) -> None:
-        """index: the stage's number in the model, which may differ from its index in a list. Else
-        see `MultiStage`."""
+        """index: the stage's number in the model, not always its index in a list. For the rest see
+        `MultiStage`."""
         self.index, self.layers = index, layers
         self.world: Group = groups.layers
         specs = [
@@ -133,8 +133,8 @@ class Stage:
 
     @property
     def update_numel(self) -> int:
-        """Elements that the optimizer gathers: all shards of a stage with matrices that it updates
-        as a whole."""
+        """Elements that the optimizer gathers: all shards, if it updates matrices of this stage as
+        a whole."""
         part = self.trainable
         gathers = part and part.whole_matrices and part.layout.first_matrix < part.layout.numel
         return self.world.world_size * part.layout.shard_numel if part and gathers else 0
@@ -156,10 +156,10 @@ class Stage:
         self.trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def compute_with(self, buffer: Buffer, averages: bool) -> None:
-        """Make parameters views of this buffer, which `gather` fills with weights or averages from
-        now on.
+        """Make parameters views of this buffer; from now on `gather` fills it with weights or
+        averages.
 
-        The buffer used before keeps its contents.
+        The previous buffer keeps its contents.
         """
         self.weights = buffer
         for part, placed in zip(self.parts, self._ranges(buffer), strict=True):
@@ -177,8 +177,8 @@ class Stage:
     # --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start gathering the full weights from the shards of all ranks, unless the buffer still
-        holds them."""
+        """Start gathering the full weights from all ranks' shards, unless the buffer already
+        contains them."""
         if self.weights.holder == self.index:
             return
         self.weights.wait()
@@ -206,7 +206,7 @@ class Stage:
             return self._run(hidden, micro_batch, None)
 
     def backward_input(self, grad: Tensor | None, slot: int) -> Tensor | None:
-        """As `backward`, but leave the products for weight gradients to `backward_weights`."""
+        """Like `backward`, but keep the products of weight gradients for `backward_weights`."""
         later = self._later[slot] = list[Callable[[], None]]()
         for parameter in self.trained:
             parameter.later = later
@@ -216,7 +216,7 @@ class Stage:
         return result
 
     def backward_weights(self, slot: int) -> None:
-        """Add the products that `backward_input` has left; they read no weights."""
+        """Add the products that `backward_input` kept; reads no weights."""
         if self.gradients is not None:
             self.require_gradients()
         with torch.no_grad():
@@ -253,8 +253,7 @@ class Stage:
             torch._foreach_zero_(self._gradient_gaps)
 
     def reduce(self, again: bool) -> None:
-        """Start summing the full gradients of all ranks into the shards; `again`: add to the
-        shards."""
+        """Start summing all ranks' full gradients into the shards; `again`: add to the shards."""
         self.require_gradients()
         assert self.gradients is not None and self.trainable is not None
         for parameter in self.trained:
@@ -295,21 +294,21 @@ class Stage:
     def full_update(self) -> Tensor:
         """Momentum of the trainable range, later its orthogonalized form, (update_numel,) in bf16.
 
-        The shards of all ranks in rank order, so those of a tensor-parallel group are neighbours.
+        All ranks' shards in rank order, so those of a tensor-parallel group are adjacent.
         """
         assert self.update_buffer is not None, f"stage {self.index} has no matrices"
         return self.update_buffer.data[: self.update_numel]
 
     def gather_update(self) -> None:
-        """Start gathering `full_update`, in which this rank has written the slice of its shard."""
+        """Start gathering `full_update` from the slices that the ranks have written."""
         if self.world.world_size > 1:
             cast(Buffer, self.update_buffer).start(
                 self.world.all_gather(self.full_update, "muon gather")
             )
 
     def reduce_update(self) -> None:
-        """Start summing `full_update` into the slice of each rank; each element is nonzero on one
-        rank only."""
+        """Start summing `full_update` into each rank's slice; each element is nonzero on one rank
+        only."""
         if self.world.world_size > 1:
             cast(Buffer, self.update_buffer).start(
                 self.world.reduce_scatter(self.full_update, "muon reduce")
@@ -319,7 +318,7 @@ class Stage:
     # ----------------------------------------------
 
     def require_weights(self) -> None:
-        """Assert that the buffer is this stage's, and wait for its weights."""
+        """Assert that the buffer belongs to this stage, and wait for its weights."""
         holder = self.weights.holder
         assert holder == self.index, (
             f"stage {self.index} would compute with the weights of stage {holder}"
@@ -327,7 +326,7 @@ class Stage:
         self.weights.wait()
 
     def require_gradients(self) -> None:
-        """Assert that the gradient buffer is this stage's."""
+        """Assert that the gradient buffer belongs to this stage."""
         assert self.gradients is not None, f"stage {self.index} has no gradients"
         holder = self.gradients.holder
         assert holder == self.index, (
@@ -342,7 +341,7 @@ class Stage:
         yield from self._placed
 
     def specs(self) -> Iterator[ParameterSpec]:
-        """Yield the parameters in the order of `parameters`, for any pipeline rank's stage."""
+        """Yield the specs in the order of `parameters`, for any pipeline rank's stage."""
         for _, slot in self._places():
             yield slot.spec
 
@@ -371,11 +370,11 @@ class Stage:
         return hidden
 
     def _ranges(self, weights: Buffer) -> tuple[Tensor, ...]:
-        """Split a weight buffer into the flat ranges of the parts."""
+        """Split a weight buffer into the parts' flat ranges."""
         return weights.data[: self.numel].split([part.layout.numel for part in self.parts])
 
     def _places(self) -> Iterator[tuple[FlatShard, ParameterSlot]]:
-        """Yield the part and slot of each parameter, in the order of `parameters`."""
+        """Yield each parameter's part and slot, in the order of `parameters`."""
         for part in self.parts:
             for slot in part.layout.slots:
                 yield part, slot

@@ -1,8 +1,8 @@
-"""A limit on how far the host runs ahead of the GPU.
+"""Limit how far the host runs ahead of the GPU.
 
-Queued operations hold their memory: if the host is many stages ahead, the allocator holds several
-stages' temporaries at once and flushes its cache when they no longer fit (Lamy-Poirier 2022,
-appendix D.2).
+Queued operations keep their memory: if the host is many stages ahead, the allocator reserves
+several stages' temporaries at once and flushes its cache when they no longer fit (Lamy-Poirier
+2022, appendix D.2).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_lite.distributed.step_watch import Event
 
 class Throttle:
     """Records an event every `rate` steps, then waits for the event recorded `delay` events ago.
-    Reads no value.
+    Never reads a value back.
 
-    wait_for: waits for an event, with a time-out: a rank that hangs stops the others here first.
+    wait_for: waits for an event with a timeout, so that a hanging rank stops the others here first.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Throttle:
         self._steps = 0
 
     def step(self) -> None:
-        """Record and wait if it is time; call after each step of the schedule."""
+        """Record and wait if due; call after each step of the schedule."""
         self._steps += 1
         if self._steps % self._rate:
             return
