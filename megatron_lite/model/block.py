@@ -23,7 +23,7 @@ from megatron_lite.model.tensor_parallel import TensorParallel
 class Attention(torch.nn.Module):
     """Causal attention, multi-head, grouped-query or multi-query: (b, s, h) -> (b, s, h).
 
-    index: the block's. Each tensor-parallel rank has some of the heads, n and g below.
+    index: the block's number. Each tensor-parallel rank computes some of the heads, n and g below.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Attention(torch.nn.Module):
     def forward(
         self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h), from the norm to the residual sum."""
+        """Compute the branch from norm to residual sum: (b, s, h) -> (b, s, h)."""
         projection = self.query_key_value(hidden, before=collectives, seed=micro_batch.dropout_seed)
         projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
@@ -107,7 +107,7 @@ class Attention(torch.nn.Module):
         return self.output(context, after=collectives, seed=micro_batch.dropout_seed)  # (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
-        """Return the rotary table; with per-micro-batch positions, all blocks share one."""
+        """Return the rotary table; with per-micro-batch positions, all blocks share it."""
         if self.rotary is None or micro_batch.positions is None:
             return None if self.rotary is None else self.rotary.table(hidden)
         if "angles" not in micro_batch.shared:
@@ -115,8 +115,8 @@ class Attention(torch.nn.Module):
         return micro_batch.shared["angles"]
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, s, (n + 2 g) d) -> query (b, n, s, d), key and value (b, g, s, d), with optional
-        norms and rotation."""
+        """Split (b, s, (n + 2 g) d) into query (b, n, s, d), key and value (b, g, s, d), normalized
+        and rotated as configured."""
         norms = kind = None
         if self.query_norm is not None and self.key_norm is not None:
             norms, kind = (self.query_norm.weights, self.key_norm.weights), self.query_norm.kind
@@ -154,7 +154,7 @@ class MLP(torch.nn.Module):
     def forward(
         self, hidden: Tensor, collectives: Collectives = ONE_RANK, seed: int | None = None
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h). seed: see `Linear.products`."""
+        """Compute (b, s, h) -> (b, s, h). seed: see `Linear.products`."""
         return mlp(
             hidden,
             up=self.up.weight,
@@ -205,14 +205,14 @@ class Block(Layer):
         )
 
     def recompute(self, level: str, whole: bool) -> None:
-        """Choose what the backward pass recomputes: the MLP at some level, or the whole block from
-        its input."""
+        """Set what the backward pass recomputes: the MLP at a level, or the whole block from its
+        input."""
         self.mlp.recompute_level, self.recomputed = level, whole
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """(b, s, h) -> (b, s, h), in the residual stream's dtype."""
+        """Compute (b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
-        # all but the residual stream, whose dtype the embedding chooses
+        # everything but the residual stream, whose dtype the embedding chooses
         dtype = self.mlp.up.weight.dtype
         collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
@@ -230,7 +230,7 @@ class Block(Layer):
     def _branch(
         self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str
     ) -> Tensor:
-        """Return the branch, normalized and dropped out, as added to the residual stream."""
+        """Return the branch after its norm and dropout, as added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
         if self.hidden_dropout == 0.0:

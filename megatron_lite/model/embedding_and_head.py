@@ -116,8 +116,8 @@ class Head(Layer):
         return embedding.word
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """Return the summed loss or, with a cache, logits (t, v). Computes no gradients without a
-        gradient scale."""
+        """Return the summed loss or, with a cache, logits (t, v). Without a gradient scale, no
+        gradients."""
         assert hidden is not None
         if micro_batch.cache is not None:
             return self.logits(hidden[:, micro_batch.cache.answered])[0]
@@ -139,7 +139,7 @@ class Head(Layer):
         return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> (b, s, v) for generation, without vocabulary padding."""
+        """Return logits (b, s, v) of (b, s, h) for generation, without vocabulary padding."""
         rows = affine(self.norm(hidden, self.weight.dtype), self.weight)
         return capped(self.vocabulary_of_any_length.whole(rows), self.soft_cap)
 
@@ -159,14 +159,14 @@ def _vocabulary(
 
 
 def chunk_tokens(splits: int | None, tokens: int, device: torch.device, itemsize: int) -> int:
-    """Return the number of tokens whose logits, of `itemsize` bytes, exist at a time; this bounds
-    their memory.
+    """Return how many tokens' logits, of `itemsize` bytes, exist at a time; this bounds their
+    memory.
 
-    Every chunk reads and writes the head's whole weight gradient, which takes a GPU as long as the
+    Every chunk reads and writes the head's whole weight gradient, which costs a GPU as much as the
     products of a few hundred tokens. The default on a GPU is equal chunks of up to 3072 tokens, in
     multiples of 128: 0.8 GB of bf16 logits at 128,256 entries. On a CPU it is 1 KiB per vocabulary
-    entry: longer chunks pay in 16-bit training, where a weight gradient is computed in a temporary
-    before it is added.
+    entry: longer chunks only pay off in 16-bit training, where a weight gradient is computed in a
+    temporary before it is added.
     """
     if splits is not None:
         return cdiv(tokens, splits)

@@ -1,4 +1,4 @@
-"""GPT as a list of layers, with learning-rate scales and weight decay set as configured."""
+"""Build GPT as a list of layers, with the configured learning-rate scales and weight decay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_gpt(
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: resolved. sequence_length: positions in the rotary table. performance: what to
+    config: after `resolve`. sequence_length: positions in the rotary table. performance: what to
     recompute. parallel: the tensor-parallel split of the layers.
     """
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
@@ -69,8 +69,8 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
 def round_products(
     layers: Iterable[Layer], options: PerformanceConfig, kernels: Kernels, group: Group
 ) -> None:
-    """Let the linear layers of blocks, or those that --quantization_targets select, round the
-    factors of products.
+    """Make the linear layers of blocks, or those that --quantization_targets select, round their
+    factors.
 
     Raises:
         UsageError: if a pattern selects nothing.
@@ -81,7 +81,7 @@ def round_products(
     ]
     recipe, patterns = RECIPES[options.eight_bit], options.quantization_targets or ("*",)
     units = kernels.eight_bit_units
-    triton = kernels.triton and bool(units)  # without units, Triton may not know the formats either
+    triton = kernels.triton and bool(units)  # without units, Triton may lack the formats, too
     made = {module: EightBit(recipe, module.weight.spec, group, units, triton) for module in linear}
     names = [eight_bit.name for eight_bit in made.values()]
     chosen = {

@@ -1,5 +1,5 @@
-"""Key-value cache for generation: one pass over each prompt, then passes over the next token of
-many texts.
+"""Key-value cache for generation: one pass over each prompt, then passes over many texts' next
+tokens.
 
 Texts share one sample, (1, t), each token at its own position. Only attention and positions differ
 from training, and no text is padded. Texts are independent: attention takes one text at a time, and
@@ -38,7 +38,7 @@ class KeyValueCache:
         self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Return a block's keys and values of every text; `like` (1, g, t, d) gives size and
+        """Return every text's keys and values in a block; `like` (1, g, t, d) gives size and
         dtype."""
         if block not in self._blocks:
             shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])
@@ -50,7 +50,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The pass over the whole prompt of one text, (1, t), which fills `row` of the cache."""
+    """The pass over one text's whole prompt, (1, t), which fills `row` of the cache."""
 
     cache: KeyValueCache
     row: int
@@ -125,7 +125,7 @@ class NextTokens:
             slots = keys.shape[1]
             keys[:, position % slots] = key[0, :, row]
             values[:, position % slots] = value[0, :, row]
-            # Every stored key is visible, and softmax does not depend on their order.
+            # All stored keys are visible, and softmax does not depend on their order.
             seen = slice(min(position + 1, slots))
             own = query[:, :, row : row + 1].contiguous()
             saved = keys[None, :, seen], values[None, :, seen]
@@ -133,4 +133,4 @@ class NextTokens:
         return context
 
 
-CachePass = Beginning | NextTokens  # the cache as one pass through the model uses it
+CachePass = Beginning | NextTokens  # the cache as seen by one pass

@@ -32,14 +32,14 @@ class MicroBatch:
     tokens: Tensor  # (b, s) int64
     labels: Tensor  # (b, s) int64; below zero: masked, no loss or gradient
     gradient_scale: Tensor | None = (
-        None  # loss scale / tokens of the global batch, (); None: no gradients wanted
+        None  # loss scale / tokens of the global batch, (); None: compute no gradients
     )
     dropout_seed: int | None = None  # None: no dropout
     documents: Documents | None = None  # None: attention crosses document borders
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
-    # made by the first layer that needs it, for all layers
+    # computed by the first layer that needs it, for all layers
     shared: dict[str, Any] = field(default_factory=dict)
 
     def site_seed(self, site: str, p: float) -> int | None:
@@ -99,8 +99,7 @@ class Linear(torch.nn.Module):
             )
 
     def products(self, seed: int | None) -> Products:
-        """Return how to multiply in the pass of a micro-batch with this dropout seed; None: without
-        gradients."""
+        """Return the products for a micro-batch with this dropout seed; None: without gradients."""
         return PLAIN if self.eight_bit is None else self.eight_bit.at(seed)
 
     def forward(
@@ -110,12 +109,13 @@ class Linear(torch.nn.Module):
         after: Collectives = ONE_RANK,
         seed: int | None = None,
     ) -> Tensor:
-        """See `products` and `kernels.linear`."""
+        """Compute the layer; see `products` and `kernels.linear`."""
         return linear(input_, self.weight, self.bias, before, after, self.products(seed))
 
 
 class Norm(torch.nn.Module):
-    """Layer or RMS norm over the last dimension, (..., h) -> (..., h); any parameters are (h,)."""
+    """Layer or RMS norm over the last dimension, (..., h) -> (..., h); parameters, if any, are
+    (h,)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Norm(torch.nn.Module):
         split: Split = WHOLE,
         size: int | None = None,
     ) -> None:
-        """size: last dimension; None: hidden_size."""
+        """Declare the parameters. size: last dimension; None: hidden_size."""
         super().__init__()
         centered = {"layer_norm": True, "rms_norm": False}[config.normalization_type]
         self.kind = Kind(config.layer_norm_eps, centered, config.zero_centered_normalization)

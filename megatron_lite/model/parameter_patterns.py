@@ -16,12 +16,11 @@ from megatron_lite.config.structured_values import module_expression
 from megatron_lite.errors import UsageError
 from megatron_lite.parameter import Parameter, ParameterSpec
 
-MATCHING_S = 1.0  # processor time for one regular expression; sound ones take a millisecond
+MATCHING_S = 1.0  # CPU time per regular expression; sound ones take a millisecond
 
 
 def set_lr_scales(parameters: Sequence[Parameter], scales: Sequence[tuple[str, float]]) -> None:
-    """Set the learning-rate scale of every parameter that a pattern matches; the last matching
-    pattern wins.
+    """Set the learning-rate scale of every parameter that a pattern matches; the last match wins.
 
     A pattern is a name, a prefix of whole parts of a name (`blocks.0`), or has wildcards
     (`*.norm.*`).
@@ -73,7 +72,7 @@ def set_weight_decay(
 
 
 def selected(flag: str, pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names that one item of a list of modules, the value of a flag, selects.
+    """Return the names selected by one item of a flag's list of modules.
 
     `regex:...` is a regular expression that matches from the start of a name, as in Levanter. Any
     other item is a name, a prefix of whole parts or a pattern with wildcards, as in --freeze; if
@@ -106,9 +105,9 @@ def _matched(
 ) -> list[str]:
     """Return the names that a regular expression matches.
 
-    Nested repeats, as in (.+)+X, can take exponential time, and no check of the expression's text
-    finds them all. Python handles signals while matching, so a CPU-time timer ends the match. Only
-    the main thread can have one.
+    Nested repeats, as in (.+)+X, can take exponential time, and no inspection of the expression
+    finds them all. Python handles signals while matching, so a CPU-time timer aborts the match.
+    Timers need the main thread.
 
     Raises:
         UsageError: if matching takes longer than `MATCHING_S`.
@@ -132,18 +131,19 @@ def _matched(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern, possibly with wildcards, matches a name or a prefix of whole parts of
-    it."""
+    """Return whether a pattern, possibly with wildcards, matches a name or a prefix of its
+    parts."""
     return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
 
 
 def similar_names(pattern: str, names: Sequence[str]) -> str:
-    """Return the hint for an error message about a pattern that matches no name."""
+    """Return a hint for the error about a pattern that matches no name."""
     return f"similar names: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"
 
 
 def describe(parameters: Iterable[Parameter]) -> str:
-    """Return a log line of decaying parameters in model order; equal blocks share one name."""
+    """Return a log line that lists the decaying parameters in model order; equal blocks share one
+    name."""
     trained = [parameter.spec for parameter in parameters if parameter.spec.trainable]
     decayed = [spec for spec in trained if spec.weight_decay]
     count, every = (f"{sum(spec.numel for spec in specs):,}" for specs in (decayed, trained))
@@ -157,7 +157,7 @@ _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
 def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
-    """Return names with `*` for the block index if all blocks of `of` are meant, else with index
+    """Return names with `*` as block index if all blocks of `of` are included, else with index
     ranges."""
     every, items = _by_block(of), []
     for name, blocks in _by_block(specs).items():
@@ -168,7 +168,7 @@ def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> 
 
 
 def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
-    """Map names with `*` for the block index to the indices; names without an index map to an empty
+    """Map names with `*` as block index to the indices; names without an index map to an empty
     list."""
     groups: dict[str, list[int]] = {}
     for spec in specs:
@@ -180,7 +180,7 @@ def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Return `3` for one index, `{0-2,5}` for several, given ascending indices."""
+    """Return `3` for one index, `{0-2,5}` for several; indices are ascending."""
     runs = []
     for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
         members = [index for _, index in run]

@@ -68,7 +68,7 @@ def _llama3(model: ModelConfig, waves: Tensor, factor: float) -> Tensor:
     high = model.rope_high_freq_factor
     assert length is not None and low is not None and high is not None
     frequencies = 1.0 / waves
-    turn = 2 * math.pi / frequencies  # positions of one turn
+    turn = 2 * math.pi / frequencies  # positions per turn
     share = (length / turn - low) / (high - low)
     between = (1 - share) * frequencies / factor + share * frequencies
     stretched = torch.where(turn > length / low, frequencies / factor, between)

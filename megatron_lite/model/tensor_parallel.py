@@ -23,7 +23,7 @@ from megatron_lite.tiles import Block, Split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits besides heads and channels: tokens (sequence parallelism),
+    """The group, and what it splits apart from heads and channels: tokens (sequence parallelism),
     embedding rows.
 
     in_halves: see `tensor_collectives.py`.
@@ -35,12 +35,12 @@ class TensorParallel:
     in_halves: bool = False
 
     def collectives(self, any_length: bool = False) -> Collectives:
-        """Return the collectives of a pass. any_length: allow any number of tokens, as in
+        """Return the collectives for a pass. any_length: allow any number of tokens, as in
         generation."""
         return collectives_over(self.group, self.splits_tokens and not any_length, self.in_halves)
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
-        """Return the vocabulary of a pass. any_length: see `collectives`."""
+        """Return the vocabulary for a pass. any_length: see `collectives`."""
         collectives = self.collectives(any_length)
         if not self.splits_vocabulary:
             return Vocabulary(collectives)
@@ -58,7 +58,7 @@ class TensorParallel:
         return Block.of(size, ranks if most is None else min(most, ranks))
 
     def split(self, dim: int, *blocks: Block) -> Split:
-        """Return the split of a parameter along `dim`; ranks that share a part sum its gradient."""
+        """Return a parameter's split along `dim`; ranks that share a part sum its gradient."""
         return Split(self.group.world_size, self.group.rank, dim, blocks, sums_gradients=True)
 
     def replicated(self, inside: bool = False) -> Split:
@@ -75,7 +75,7 @@ class TensorParallel:
         return config.vocabulary_rows(self.group.world_size if self.splits_vocabulary else 1)
 
     def vocabulary_split(self, config: ModelConfig) -> Split:
-        """Return the split of a table with a row per vocabulary entry."""
+        """Return the split of a table with one row per vocabulary entry."""
         if not self.splits_vocabulary:
             return self.replicated()
         return self.split(
@@ -87,7 +87,7 @@ ALONE = TensorParallel(alone(torch.device("cpu")))
 
 
 def tensor_parallel(config: Config, group: Group) -> TensorParallel:
-    """Return how the options split the model over a group."""
+    """Return how the configured options split the model over a group."""
     options = config.distributed
     return TensorParallel(
         group,
