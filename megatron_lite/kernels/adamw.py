@@ -11,26 +11,26 @@ next gradient equals this one:
 
     beta1 * m / (1 - beta1^(t+1)) + (1 - beta1) * g / (1 - beta1^t)
 
-Clipping an update needs every update before any weight changes, and therefore two passes:
+Clipping updates requires all of them before any weight changes, hence two passes:
 
     u = m^ / (sqrt(v^) + eps) + decay * w       m^, v^: the moments without their bias
 
 The first pass updates the moments in place and sums the squares of u. The second pass does w = w -
 lr * factor * u and recomputes u, because storing u would take as much memory as a moment; only the
-reference stores u, in the memory of an fp32 gradient. Every range of a shard has its own sum and
-factor; to clip parameters individually, make each one a range. The sums are in fp64 and depend only
-on the ranges, so they repeat bit for bit. In the kernels every program sums its block, then one
-program per range sums the blocks. The reference sums short rows in fp32, and their sums in fp64
+reference stores u, in the memory of an fp32 gradient. Each range of a shard has its own sum and
+factor; to clip per parameter, make each one a range. The sums are in fp64 and depend only on the
+ranges, so they repeat bit for bit. In the kernels every program sums its block, then one program
+per range sums the blocks. The reference sums short rows in fp32, and their sums in fp64
 (`gradient_norm.py`).
 
-Gradients may have any floating dtype. A pass updates every form of the weights that a `WeightShard`
-has. If `skipped` is set, nothing is written.
+Gradients may have any floating dtype. A pass updates every form in which a `WeightShard` stores its
+weights. If `skipped` is set, nothing is written.
 
-A kernel is launched once per shard. A table has one row for each range of the shard with its own
-learning-rate scale and weight decay; blocks look up their row, and no block crosses the border of a
-range. One launch per range would be as fast for large ranges, but for a small one, such as a norm,
-the launch takes longer than the update. The learning rate is an fp32 argument: Triton specializes
-only on integers, so no learning rate recompiles the kernel.
+A kernel is launched once per shard. A table has one row per range of the shard, with its
+learning-rate scale and weight decay; blocks look up their row, and no block crosses a range
+boundary. One launch per range would be as fast for large ranges, but for a small one, such as a
+norm, the launch takes longer than the update. The learning rate is an fp32 argument: Triton
+specializes only on integers, so no learning rate recompiles the kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -59,7 +59,7 @@ CPU_CHUNK_NUMEL, GPU_CHUNK_NUMEL = 2**17, 2**24
 
 
 class Shard(NamedTuple):
-    """Weights, gradient and moments of one rank's shard, (n,) each."""
+    """One rank's shard: weights, gradient and moments, (n,) each."""
 
     weights: WeightShard
     gradient: Tensor  # the reference may unscale or overwrite it
@@ -68,7 +68,7 @@ class Shard(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a shard that share factors on learning rate and weight decay."""
+    """Elements [start, end) of a shard that share learning-rate and weight-decay factors."""
 
     start: int
     end: int
@@ -76,7 +76,7 @@ class Range(NamedTuple):
     decay_scale: float
     slot: int = 0  # index of its first parameter in the shard's layout
     counts: bool = (
-        True  # whether this rank adds its elements to sums over all ranks: see `zero.replicas`
+        True  # whether this rank contributes its elements to global sums: see `zero.replicas`
     )
 
 
@@ -87,7 +87,7 @@ class Ranges:
         assert all(border % ALIGNMENT == 0 for row in rows for border in row[:2]), rows
         self.rows = rows
         counts = [cdiv(row.end - row.start, BLOCK) for row in rows]
-        # total blocks, and those of the longest range
+        # number of blocks, in total and in the longest range
         self.blocks = sum(counts)
         self.longest = max(counts, default=0)
         places = [
@@ -95,7 +95,7 @@ class Ranges:
             for i, row in enumerate(rows)
         ]
         places.append((self.blocks, 0, 0))
-        # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row holds the
+        # (rows + 1, 3): first block, start and end in units of ALIGNMENT. The last row contains the
         # number of blocks.
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
         # (rows, 2): lr_scale, decay_scale
@@ -104,7 +104,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of one update. Tensors are on the device, () in fp32; the host never reads them."""
+    """Values for one update. Tensors are on the device, () in fp32; the host never reads them."""
 
     learning_rate: float
     weight_decay: float
@@ -115,7 +115,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW's numbers for the whole run."""
+    """AdamW's hyperparameters for the whole run."""
 
     beta1: float
     beta2: float
@@ -124,7 +124,7 @@ class Hyperparameters:
 
 
 class Control:
-    """All numbers of one update."""
+    """All values for one update."""
 
     def __init__(self, step: StepNumbers, numbers: Hyperparameters) -> None:
         self.step = step
@@ -134,8 +134,8 @@ class Control:
         exponents = [updates * rates[0], updates * rates[1], (updates + 1) * rates[0]]
         # 1 - beta1^t, 1 - beta2^t and 1 - beta1^(t + 1): (3,)
         self.corrections = torch.expm1(torch.stack(exponents)).neg_()
-        # torch's fused update writes divided gradients back. Avoid that for 1; reading it costs
-        # nothing on a CPU.
+        # torch's fused update writes the divided gradients back; skip that for 1, which a CPU reads
+        # for free.
         is_one = step.divisor.device.type == "cpu" and float(step.divisor) == 1.0
         self.grad_scale = None if is_one else step.divisor
 
@@ -147,7 +147,7 @@ class Control:
 def chunks(
     rows: Sequence[Range], device: torch.device, whole: bool = False
 ) -> Iterator[tuple[int, Range, slice]]:
-    """Yield index, range and bounds of chunks; `whole`: of whole ranges, if the update needs no
+    """Yield index, range and bounds of chunks; `whole`: whole ranges, if the update needs no
     temporaries."""
     chunk_numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
     for index, row in enumerate(rows):
@@ -195,8 +195,8 @@ def _update_moments(shard: Shard, bounds: slice, control: Control) -> Tensor:
 
 
 def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tensor:
-    """Return the step's direction from updated moments, without learning rate and decay, in new
-    memory."""
+    """Return the step's direction from updated moments, in new memory, without learning rate and
+    decay."""
     numbers, (correction1, correction2, next_correction1) = control.numbers, control.corrections
     m, root = shard.m[bounds], shard.v[bounds].sqrt()
     root.div_(correction2.sqrt()).add_(numbers.eps)
@@ -209,7 +209,7 @@ def _direction(shard: Shard, bounds: slice, g: Tensor, control: Control) -> Tens
 def _descend(
     weights: Tensor, direction: Tensor, decay: float, rate: float | Tensor, control: Control
 ) -> None:
-    """weights -= rate * (direction + decay * weights), in place, unless skipped."""
+    """Compute weights -= rate * (direction + decay * weights) in place, unless skipped."""
     torch._fused_sgd_(
         [weights],
         [direction],
@@ -230,7 +230,7 @@ def _descend(
 
 
 class _Pointers(NamedTuple):
-    """Tensors of a shard and of one step as the kernels take them; split weights are int16."""
+    """Tensors of a shard and a step as the kernels take them; split weights are int16."""
 
     master: Tensor | None
     rounded: Tensor | None
@@ -288,8 +288,8 @@ def _adamw_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block per program. The only pass or, of two, the first with `sums_ptr` and the second
-    with `factors_ptr`.
+    """Update one block per program. The only pass or, of two, the first with `sums_ptr` and the
+    second with `factors_ptr`.
 
     ROWS: `rows` for the only pass, which has few; the next power of 2 for two passes, which may
     have hundreds.
@@ -363,7 +363,7 @@ def _launch(
     sums: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> None:
-    """Launch the only pass or, of two, the first with `sums`, an output per block, and the second
+    """Launch the only pass or, of two, the first with `sums` (one output per block), the second
     with `factors`."""
     if not ranges.blocks:
         return
@@ -445,7 +445,7 @@ def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool =
     for index, row, bounds in chunks(ranges.rows, gradient.device):
         step = _update_moments(shard, bounds, control)
         decay = control.step.weight_decay * row.decay_scale
-        # fp32: u stays for the second pass
+        # fp32: u remains for the second pass
         u = gradient[bounds] if gradient.dtype == torch.float32 else step
         torch.add(step, shard.weights.read(bounds), alpha=decay, out=u)
         totals[index] = totals[index] + squared_norm(u)

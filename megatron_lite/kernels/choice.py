@@ -1,5 +1,4 @@
-"""Which implementation each operation uses: chosen once per run, logged, and passed to the
-layers."""
+"""Choose each operation's implementation: once per run, logged, and passed to the layers."""
 
 from __future__ import annotations
 
@@ -30,9 +29,10 @@ from megatron_lite.parameter import DTYPES
 
 # (backend, device, work) -> why it fails
 AttentionTest = Callable[[str, torch.device, Work], str | None]
-# The small problem that tests an attention backend: documents in tokens, one border within a sample
-# and one between. cuDNN has returned NaN gradients for a length of 64 more than a multiple of 128
-# where the logarithm of a row's sum is below -88: the logits of the second sample are around -100.
+# The small problem that tests an attention backend: documents in tokens, with one boundary within a
+# sample and one between. cuDNN has returned NaN gradients for a length of 64 more than a multiple
+# of 128 where the logarithm of a row's sum is below -88: the logits of the second sample are around
+# -100.
 SAMPLES = 2
 LENGTH = 192
 WINDOW = 64
@@ -43,7 +43,7 @@ FAR_LOGIT = -100.0
 
 @dataclass(frozen=True)
 class Kernels:
-    """Implementations and tile sizes of one run."""
+    """One run's implementations and tile sizes."""
 
     triton: bool = False  # Triton kernels instead of the references
     attention: str = "auto"  # a backend of `attention/choice.py`
@@ -71,8 +71,8 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
     it.
 
     Raises:
-        UsageError: on all ranks, if the configuration names an implementation that is not available
-        on one.
+        UsageError: on all ranks, if the configuration names an implementation that one of them
+            lacks.
     """
     failures: list[dict[str, str]] = [{} for _ in range(distributed.world_size)]
     excluded: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:
 
 
 def _warnings(failures: Sequence[dict[str, str]], chosen: str) -> Iterator[str]:
-    """Say where and why each failed backend failed."""
+    """Yield a warning per failed backend: where and why it failed."""
     for backend in AUTOMATIC:
         reasons = {
             rank: failed[backend] for rank, failed in enumerate(failures) if backend in failed
@@ -127,8 +127,8 @@ def choose_kernels(
 
     Args:
         planned: the device need not exist; query neither the device nor the installed libraries.
-        fails: returns why an attention backend fails, or None if it works; by default, on a GPU,
-        `failure`.
+        fails: returns why an attention backend fails, or None if it works; on a GPU by default
+            `failure`.
 
     Raises:
         UsageError: if the configuration names an implementation that is not available.
@@ -185,7 +185,7 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if planned:
         # A package named by the user counts as installed, whatever this machine has; the run itself
-        # looks.
+        # checks.
         gpu = (
             PLANNED_GPU
             if wanted == "auto"
@@ -198,7 +198,7 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
 
 
 def _trial(backend: str, device: torch.device, work: Work) -> str | None:
-    """Return `failure` on a GPU; a CPU's backends are part of torch."""
+    """Return `failure` on a GPU, None on a CPU, whose backends are part of torch."""
     return failure(backend, device, work) if device.type == "cuda" else None
 
 
@@ -222,7 +222,7 @@ def failure(backend: str, device: torch.device, work: Work) -> str | None:
 
 
 def _small_problem(backend: str, device: torch.device, work: Work) -> tuple[Tensor, Tensor]:
-    """Return output and gradient in fp32."""
+    """Return the small problem's output and gradient, in fp32."""
     heads = GROUPS * work.heads_per_group
     generator = torch.Generator(device).manual_seed(0)
     size = (SAMPLES, LENGTH, heads + 2 * GROUPS, work.head_size)

@@ -1,11 +1,10 @@
-"""Products of bf16 or fp16 matrices on a CPU without instructions for them, from fp32 copies of the
-factors.
+"""Multiply bf16 or fp16 matrices via fp32 copies, on CPUs without instructions for the dtype.
 
 PyTorch computes such products 10 to 50 times slower than in fp32. Converting the factors, a block
 at a time, takes 10 to 20 percent of the time of an fp32 product. fp32 totals are never rounded, and
 a result in the narrow dtype is rounded once, as elsewhere. `computes_in_fp32` decides once per
-process, by the processor's features rather than by timing, so that a resumed run computes the same
-bits under any load.
+process, by processor features rather than by timing, so that a resumed run computes the same bits
+under any load.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.matmul_library import onednn_supports
 
-# Elements of a temporary on a CPU: few enough to still be in the cache when they are used.
+# Elements of a temporary on a CPU: few enough to be in the cache still when used.
 TEMPORARY_ELEMENTS = 2**21
 # Rows and columns below which a converted block would make the product slow.
 SMALLEST_BLOCK = 64
@@ -28,8 +27,8 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @functools.cache
 def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` are computed from fp32 copies: on a CPU without fast instructions
-    for `dtype`."""
+    """Return whether products in `dtype` use fp32 copies: on a CPU without fast instructions for
+    `dtype`."""
     if device.type != "cpu" or dtype not in HALVES:
         return False
     return not (
@@ -38,7 +37,7 @@ def computes_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _has_bf16_dot_product() -> bool:
-    """Whether bf16 products use the processor's bf16 dot-product instructions instead of emulation
+    """Return whether bf16 products use the processor's bf16 dot-product instructions, not emulation
     in fp32.
 
     oneDNN also emulates bf16 (AVX-512 without its bf16 extension), four times slower than fp32. The
@@ -47,7 +46,7 @@ def _has_bf16_dot_product() -> bool:
     tiny, large = (
         torch.full((256, 256), number, dtype=torch.bfloat16) for number in (0.0, 2.0**40)
     )
-    tiny[0] = 2.0**-130  # a row: all of them take 60 ms. PyTorch computes smaller products itself
+    tiny[0] = 2.0**-130  # one row: all of them take 60 ms. PyTorch computes smaller products itself
     return not (tiny @ large).any()
 
 
@@ -59,8 +58,8 @@ def multiply_in_fp32(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> Tensor:
-    """out (m, n) = alpha a (m, k) b (k, n) + beta addend, (m, n) or (n,), in fp32, rounded once to
-    the dtype of `out`.
+    """Compute out (m, n) = alpha a (m, k) b (k, n) + beta addend, (m, n) or (n,), in fp32; round it
+    once to `out`.
 
     The addend may be `out` itself. Only one block of each factor and of the result exists in fp32
     at a time.

@@ -1,4 +1,4 @@
-"""Large fp32 products on a CPU go through the library that `matmul_library.py` chose."""
+"""Send large fp32 products on a CPU through the library that `matmul_library.py` chose."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from megatron_lite.kernels.matmul_library import (
 def in_its_library(
     operation: Callable[..., Any], factor: Tensor, columns: int
 ) -> Callable[..., Any]:
-    """Return the operation that computes a product with the chosen library, if it is a large one in
-    fp32 on a CPU.
+    """Return the operation, bound to the chosen library for a large fp32 product on a CPU.
 
-    Not a context: right after a product, which evicts everything from the caches, each call in
-    Python costs several us.
+    Not a context manager: right after a product, which evicts everything from the caches, each
+    Python call costs several us.
 
     Args:
         operation: computes the product.

@@ -75,7 +75,7 @@ class Sums(NamedTuple):
 
 
 def capped(x: Tensor, soft_cap: float) -> Tensor:
-    """Return c tanh(x / c) in new memory, or x itself without a cap (0)."""
+    """Return c tanh(x / c) in new memory; without a cap (0), x itself."""
     return x.div(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
 
 
@@ -169,8 +169,8 @@ def _sweep_kernel(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One row per program. Each run of a block has its own maximum and sum, so that threads need
-    not synchronize."""
+    """Process one row per program. Each run of a block has its own maximum and sum, so that threads
+    need not synchronize."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * row_stride
     label = tl.load(labels_ptr + row).to(tl.int32)
@@ -241,7 +241,7 @@ def sweep(
     both.
 
     Args:
-        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, for a visit
+        logits: (t, w), any float dtype, any row stride. Overwritten, unless `keep`, by a visit
             that only adds to the sums.
         labels: (t,) int64; below zero: masked.
         sums: over the preceding blocks; `start` 0 initializes them.
@@ -251,7 +251,7 @@ def sweep(
         columns: entries in the block; further columns are padding with arbitrary values.
         start: index of the block's first entry in the vocabulary.
         accumulate: add the block to `sums`; combined with `scale`, the block must be the whole
-        vocabulary.
+            vocabulary.
     """
     tokens, width = logits.shape
     columns = width if columns is None else columns
@@ -290,8 +290,8 @@ def sweep(
 def held_logits(
     tokens: int, vocab_size: int, chunk_tokens: int, block_size: int | None
 ) -> tuple[int, int]:
-    """Return rows and columns of the logits buffer, including padding; `vocab_size` includes
-    padding rows."""
+    """Return rows and columns of the logits buffer, padding included; `vocab_size` includes padding
+    rows."""
     block = min(block_size or vocab_size, vocab_size)
     return min(chunk_tokens, tokens), -(-block // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
@@ -311,11 +311,12 @@ class _Options(NamedTuple):
 def _visits(
     vocab_size: int, options: _Options, with_gradient: bool, is_all: bool
 ) -> tuple[list[slice], list[tuple[bool, bool]]]:
-    """Return the blocks, as rows of the padded weight, and whether each sweep over them adds to
-    sums, makes gradients.
+    """Return the blocks, as rows of the padded weight, and per sweep over them whether it adds to
+    the sums and makes gradients.
 
     The last block takes the padding rows that fit. is_all: this rank has the whole vocabulary, so a
-    single block is visited once. Otherwise gradients need the sums of the whole vocabulary first.
+    single block is visited once. Otherwise gradients require the sums over the whole vocabulary
+    first.
     """
     rows = vocab_size + options.padding_rows
     size = min(options.block_size or rows, rows)
@@ -367,7 +368,7 @@ class _LinearCrossEntropy(Function):
             for (accumulate, with_gradient), rows in itertools.product(visits, blocks):
                 first, end = rows.start, rows.stop
                 columns, x = min(end, vocab_size) - first, logits[:, : end - first]
-                # else the memory still holds the logits of the only block
+                # otherwise the memory still contains the logits of the only block
                 if accumulate or not is_one:
                     product(part, w[rows], out=x)
                 sweep(
@@ -402,7 +403,7 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # `scale` includes every factor, also that of dloss
+        # `scale` includes every factor, dloss too
         dhidden = ctx.dhidden
         ctx.dhidden = None
         return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None

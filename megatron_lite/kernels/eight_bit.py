@@ -15,9 +15,9 @@ them, has the scale of "tensorwise".
 int8 (as AQT and Levanter): scales by row, s = largest magnitude / 127.5; dy is rounded up or down
 at random, without bias; the weight gradient is computed from unrounded factors.
 
-Weights are rounded once per gather. Tensor-parallel ranks that hold parts of a dimension agree on
-the magnitudes along it, so that T changes no scale. Where the device has no units for 8 bits, the
-same numbers are multiplied in 16 or 32 bits, which is no faster.
+Weights are rounded once per gather. Tensor-parallel ranks that split a dimension agree on the
+magnitudes along it, so T changes no scale. Without 8-bit units, the same numbers are multiplied in
+16 or 32 bits, which is no faster.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from megatron_lite.seeds import derive_seed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max, torch.int8: 127.5}
-SMALLEST_SCALE = 2.0**-100  # of zeros
-UNIT_MULTIPLE = 16  # sizes that the units can multiply
+SMALLEST_SCALE = 2.0**-100  # for zeros
+UNIT_MULTIPLE = 16  # sizes that the units support are multiples of this
 INPUT = 0
 WEIGHT = 1
 GRADIENT = 2
-DIMENSIONS = ("ti", "oi", "to")  # of the three
+DIMENSIONS = ("ti", "oi", "to")  # of the three products' results
 
 
-Units = tuple[torch.dtype, ...]  # dtypes that a device's units for 8 bits write; empty: it has none
+Units = tuple[torch.dtype, ...]  # output dtypes of a device's 8-bit units; empty: it has none
 
 
 class Recipe(NamedTuple):
-    """How factors are rounded."""
+    """How to round factors."""
 
     values: torch.dtype  # of inputs and weights
     gradients: torch.dtype
-    by_row: bool = False  # a scale per row instead of one per tensor
+    by_row: bool = False  # one scale per row instead of per tensor
 
 
 TENSORWISE = Recipe(E4M3, E5M2)
@@ -82,8 +82,8 @@ class Rounded(NamedTuple):
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of values with these largest magnitudes, in fp32."""
-    # divided by a tensor: a GPU multiplies by the inverse of a Python number
+    """Return the fp32 scale for each amax."""
+    # Divide by a tensor: a GPU multiplies by the inverse of a Python number.
     largest = largest.float()
     return (largest / largest.new_full((), LARGEST[dtype])).clamp_(min=SMALLEST_SCALE)
 
@@ -103,11 +103,11 @@ def _round_kernel(
     SMALLEST_NORMAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One square tile of values (rows, columns), with any strides, per program: write their
-    numbers, row by row.
+    """Round one square tile of values (rows, columns), with any strides, per program; write the
+    numbers row by row.
 
-    DROPPED: bits that the format's mantissa lacks of fp32's; 0: integers. Rounding by hand costs
-    nothing beside the memory, and Triton's interpreter cannot round to 8 bits.
+    DROPPED: mantissa bits that fp32 has and the format lacks; 0: integers. Rounding by hand is free
+    next to the memory traffic, and Triton's interpreter cannot round to 8 bits.
     """
     tiles = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
@@ -139,11 +139,11 @@ def _round_kernel(
     )
 
 
-TILE = 64  # 16 values a thread
+TILE = 64  # 16 values per thread
 
 
 def _format(dtype: torch.dtype) -> tuple[float, int, float]:
-    """Return MOST, DROPPED and SMALLEST_NORMAL for the kernel."""
+    """Return the kernel's MOST, DROPPED and SMALLEST_NORMAL."""
     if dtype == torch.int8:
         return 127.0, 0, 1.0
     numbers = torch.finfo(dtype)
@@ -177,11 +177,11 @@ def round_values(
 def multiply(
     a: Rounded, b: Rounded, dtype: torch.dtype, units: Units = (), out: Tensor | None = None
 ) -> Tensor:
-    """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's units for 8 bits where they
-    take the sizes.
+    """Return a (m, k) b (n, k)^T in `dtype`, (m, n), by the device's 8-bit units if they support
+    the sizes.
 
-    units: the dtypes that they write; none: multiply in 16 bits, or on a CPU in 32. out: of this
-    dtype; the result, if they can write there, which saves a copy.
+    units: their output dtypes; none: multiply in 16 bits, or on a CPU in 32. out: in this dtype;
+    receives the result if the units can write there, which saves a copy.
     """
     left, right = a.numbers, b.numbers.t()
     (rows, inner), columns, in_integers = left.shape, right.shape[1], left.dtype == torch.int8
@@ -189,7 +189,7 @@ def multiply(
         rows > UNIT_MULTIPLE or not in_integers
     )
     if units and fits:
-        # the one layout that all of them take
+        # the one layout that all units take
         left = left.contiguous()
         right = b.numbers.contiguous().t()
         if not in_integers:
@@ -202,15 +202,15 @@ def multiply(
         return (torch._int_mm(left, right) * a.scale).mul_(b.scale.t()).to(dtype)
     if left.device.type == "cpu":
         total = multiply_in_fp32(left.new_empty(rows, columns, dtype=torch.float32), left, right)
-    else:  # fp16 holds every number of the three formats
+    else:  # fp16 represents every number of the three formats
         total = torch.mm(left.half(), right.half(), out_dtype=torch.float32)
     return total.mul_(a.scale).mul_(b.scale.t()).to(dtype)
 
 
 @functools.cache
 def units_of(device: torch.device, recipe: Recipe) -> Units:
-    """Return the dtypes in which the device's units for 8 bits write correct products. Waits for
-    the device."""
+    """Return the dtypes in which the device's 8-bit units write correct products. Waits for the
+    device."""
     if device.type != "cuda":
         return ()
     generator, factors = torch.Generator(device).manual_seed(0), []
@@ -233,7 +233,7 @@ def units_of(device: torch.device, recipe: Recipe) -> Units:
 
 
 class EightBit:
-    """One linear layer's products of rounded factors.
+    """The products of one linear layer with rounded factors.
 
     spec: the weight's. group: tensor-parallel ranks. units: see `multiply`. triton: see
     `round_values`.
@@ -254,32 +254,31 @@ class EightBit:
         self.recipe = recipe
         self.name = spec.name.removesuffix(".weight")
         self.units = units
-        self.frozen = not spec.trainable  # the weight
+        self.frozen = not spec.trainable  # whether the weight is
         self._group, self._triton = group, triton
         self._split = "oi"[spec.split.dim]  # the dimension that ranks split
         in_units = 0 if not units else 2 if recipe.values == torch.int8 else 3
-        self.flops_per_token = 2.0 * in_units * spec.numel  # by the units, over all ranks
+        self.flops_per_token = 2.0 * in_units * spec.numel  # on the units, over all ranks
         self._seed: int | None = None
         self._scales: dict[
             int, Tensor
-        ] = {}  # of one pass, if a tensor has one scale: of its factors so far
+        ] = {}  # of one pass, if tensors have one scale: its factors so far
 
     def at(self, seed: int | None) -> Products:
-        """Return the products of one micro-batch, whose dropout seed this is; without a seed, of an
-        evaluation."""
+        """Return the products for a micro-batch with this dropout seed; None: for evaluation."""
         of_pass = copy.copy(self)
         of_pass._seed, of_pass._scales = None if seed is None else derive_seed(seed, self.name), {}
         return Products(of_pass._forward, of_pass._input_gradient, of_pass._add_weight_gradient)
 
     def _forward(self, x: Pending, weight: Parameter, bias: Tensor | None) -> Tensor:
-        """x (..., i), weight (o, i), bias (o,) -> (..., o)."""
+        """Compute x (..., i), weight (o, i), bias (o,) -> (..., o)."""
         whole = x.wait()
         rounded = self._round(whole.flatten(0, -2), INPUT, "i")
         y = multiply(rounded, self._weight(weight)[0], whole.dtype, self.units)
         return (y if bias is None else y.add_(bias)).view(*whole.shape[:-1], -1)
 
     def _input_gradient(self, dy: Pending, weight: Parameter) -> Tensor:
-        """dy (t, o), weight (o, i) -> (t, i)."""
+        """Compute dy (t, o), weight (o, i) -> (t, i)."""
         whole = dy.wait()
         return multiply(
             self._round(whole, GRADIENT, "o"), self._weight(weight)[1], whole.dtype, self.units
@@ -299,14 +298,15 @@ class EightBit:
             values = weight.detach()
             rows, columns = self._round(values, WEIGHT, "i"), self._round(values.t(), WEIGHT, "o")
             cast = rows, columns._replace(numbers=columns.numbers.contiguous())
-            # An evaluation does not keep what a training step must still round, to see its
+            # An evaluation does not cache what a training step must round itself to record its
             # magnitude.
             if self._seed is not None or self._delayed_scale(WEIGHT) is None:
                 weight.casts[self.name] = cast
         return cast
 
     def _round(self, values: Tensor, kind: int, over: str) -> Rounded:
-        """Round a factor (m, k) of a product that sums over the dimension `over`, its last one."""
+        """Round a factor (m, k) of a product that sums over the dimension `over`, the factor's
+        last."""
         dtype = self.recipe.gradients if kind == GRADIENT else self.recipe.values
         scale = self._scale(values, kind, over, dtype)
         seed = self._seed if kind == GRADIENT and dtype == torch.int8 else None
@@ -334,10 +334,10 @@ class EightBit:
         return scale
 
     def _delayed_scale(self, kind: int) -> Tensor | None:
-        """Return the scale that earlier iterations give, (1, 1); None: the factor itself gives it.
+        """Return the scale from earlier iterations, (1, 1); None: use the factor's own.
 
-        A frozen weight does: its 8-bit form follows from the weight alone, however often a layout
-        rounds it.
+        A frozen weight uses its own: its 8-bit form depends on the weight alone, however often a
+        layout rounds it.
         """
         if self.delayed is None or (kind == WEIGHT and self.frozen):
             return None
@@ -345,6 +345,6 @@ class EightBit:
 
 
 def eight_bit_of(layers: Iterable[torch.nn.Module]) -> list[EightBit]:
-    """Return the products with rounded factors of these layers, in order."""
+    """Return these layers' products with rounded factors, in order."""
     found = (getattr(module, "eight_bit", None) for layer in layers for module in layer.modules())
     return [eight_bit for eight_bit in found if eight_bit is not None]

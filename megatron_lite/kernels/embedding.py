@@ -31,7 +31,7 @@ def _add_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Each program sums COLUMNS elements of one token's row, ROWS positions at a time."""
+    """Sum COLUMNS elements of one token's row per program, ROWS positions at a time."""
     first = tl.program_id(0)
     token = tl.load(tokens_ptr + first)
     previous = tl.load(tokens_ptr + tl.maximum(first - 1, 0))
@@ -51,10 +51,10 @@ def _add_rows_kernel(
 
 
 def _triton_add_rows(total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-    """total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total` and `dy`
-    int64."""
+    """Compute total (v, h) [tokens (t,)] += dy (t, h); int64 tokens make the offsets into `total`
+    and `dy` int64."""
     sorted_tokens, order = torch.sort(tokens, stable=True)
-    # of each token's run of positions
+    # end of each token's run of positions
     ends = torch.searchsorted(sorted_tokens, sorted_tokens, right=True)
     hidden_size = dy.shape[1]
     columns = min(next_power_of_2(hidden_size), 512)
@@ -135,7 +135,8 @@ def embedding(
     dtype: torch.dtype | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """weight (v, h), tokens (b, s) int64 -> (b, s, h) in `dtype`, by default the weight's.
+    """Look up tokens (b, s) int64 in weight (v, h) -> (b, s, h) in `dtype`, by default the
+    weight's.
 
     vocabulary: how rows and tokens are split over ranks.
     """

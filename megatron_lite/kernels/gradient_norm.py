@@ -1,13 +1,13 @@
-"""The sum of squares of the gradient shards, for the global gradient norm.
+"""Sum the squares of the gradient shards, for the global gradient norm.
 
 Kernel: every program sums the squares of one piece of a shard in fp64, whatever the dtype, so
 nothing overflows under a loss scale and no small square is lost; torch sums the pieces of all
-shards. It is as fast as with fp32 sums. Their order depends only on the sizes of the shards, so the
+shards. This is as fast as fp32 sums. The order depends only on the sizes of the shards, so the
 result has the same bits on all devices of a kind and at every ZeRO stage.
 
-Reference: sums over short rows in fp32, in one call at the speed of memory, then their sum in fp64.
-One fp32 sum over a full shard would lose small squares (0.1 % of the norm at 16 million elements on
-a CPU) and overflow under a loss scale. Rows with a norm above 1.8e19 overflow, and rows with a norm
+Reference: sums over short rows in fp32, in one call at memory speed, then their sum in fp64. One
+fp32 sum over a full shard would lose small squares (0.1 % of the norm at 16 million elements on a
+CPU) and overflow under a loss scale. Rows with a norm above 1.8e19 overflow, and rows with a norm
 below 1e-19 are lost.
 """
 
@@ -57,7 +57,7 @@ def _piece_kernel(
 def squared_norms(
     groups: Sequence[Sequence[Tensor]], device: torch.device, triton: bool = False
 ) -> Tensor:
-    """Return the sum of squares over each group of flat tensors of any floating dtype: (groups,),
+    """Return the sum of squares of each group of flat tensors of any floating dtype: (groups,),
     fp64."""
     if not triton:
         sums = [[squared_norm(shard) for shard in shards] for shards in groups]

@@ -1,10 +1,10 @@
-"""Split the fused projection into query, key and value, with optional norms of each head and rotary
+"""Split the fused projection into query, key and value, with optional per-head norms and rotary
 positions.
 
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))
 
-The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023) are those of
-`normalization.py`, over the d channels of each head, with one weight (d,) for all heads.
+The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023; see `normalization.py`) act
+on each head's d channels, with one weight (d,) for all heads.
 
 Without norms nothing is saved, and the projection is rotated in place. With norms, the backward
 pass needs the projection, which contains v, and the statistics; attention saves the new q and k
@@ -81,7 +81,7 @@ class _SplitHeads(Function):
         if ctx.kind is not None:
             heads, *saved = ctx.saved_tensors
             pairs = zip(heads.split(ctx.sizes, dim=2), grad.split(ctx.sizes, dim=2), strict=True)
-            # not the value
+            # without the value
             for i, (weights, (x, dy)) in enumerate(zip(ctx.weights, pairs, strict=False)):
                 statistics = Statistics(*saved[2 * i : 2 * i + 2])
                 if ctx.norms_in_triton:
@@ -105,7 +105,7 @@ def split_heads(
     norms: tuple[Weights, Weights] | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, s, (n + 2 g) d) -> query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
+    """Split (b, s, (n + 2 g) d) into query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
     The value, and without norms also query and key, are views of the projection, which is rotated
     in place to avoid saving a rotated copy. Nothing else may read or write the projection

@@ -6,13 +6,13 @@ The input is saved for the backward pass only if the weight is trained. Frozen p
 computation. The first gradient of an accumulation overwrites `main_grad` and later ones add to it,
 so no buffer is zeroed first. See `products.py` for the products.
 
-Products are in the weight's dtype, or of rounded factors: see `eight_bit.py`.
+Products use the weight's dtype, or rounded factors: see `eight_bit.py`.
 
 Tensor parallelism splits a layer's outputs or inputs; see `tensor_collectives.py`. With split
 outputs the input is gathered, and gathered again in the backward pass, overlapped with dy W; the
 reduction of dx overlaps with the weight gradient. With split inputs the product is reduced over
 ranks, and dy is gathered. While tokens are gathered, a rank multiplies its own. One rank adds the
-bias to its partial sum; every rank has dy of all tokens, and therefore the same bias gradient.
+bias to its partial sum; every rank sees all tokens' dy and thus computes the same bias gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from megatron_lite.parameter import Function, Parameter
 
 
 def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None], Tensor]) -> None:
-    """Write the first gradient of an accumulation to `main_grad`, or add a later one. Dtypes may
-    differ.
+    """Write the first gradient of an accumulation to `main_grad`, or add a later one, of any dtype.
 
-    gradient: or a function of `out`, `main_grad` for the first gradient, which saves the copy if it
-    writes there.
+    gradient: a tensor, or a function of `out` (`main_grad` for the first gradient), which saves the
+    copy if it writes there.
     """
     first, grad = parameter.begin_gradient(), parameter.main_grad
     value = gradient if isinstance(gradient, Tensor) else gradient(grad if first else None)
@@ -43,7 +42,7 @@ def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None]
 
 
 def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the sum of dy (t, o) over tokens to the gradient of a trained bias; the first sum is not
+    """Add the sum of dy (t, o) over tokens to a trained bias's gradient; the first sum is not
     copied."""
     if bias is not None and bias.requires_grad:
         dtype = bias.main_grad.dtype
@@ -65,8 +64,8 @@ class Products(NamedTuple):
     )
 
     def add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to the weight's gradient, now or, in a pass for the gradient of the input, in
-        a later pass."""
+        """Add dy^T x to the weight's gradient: now, or later in a pass that computes only the
+        input's gradient."""
         if weight.later is None:
             self.of_weight(weight, dy, x)
         else:
@@ -119,7 +118,7 @@ def linear(
     after: Collectives = ONE_RANK,
     products: Products = PLAIN,
 ) -> Tensor:
-    """x (..., i), weight (o, i), bias (o,) -> (..., o).
+    """Compute x (..., i), weight (o, i), bias (o,) -> (..., o).
 
     before: collectives of the input if outputs are split over ranks. after: of the output if inputs
     are split.

@@ -1,4 +1,4 @@
-"""The library for large fp32 products on a CPU: PyTorch's BLAS (MKL) or oneDNN.
+"""Choose the library for large fp32 products on a CPU: PyTorch's BLAS (MKL) or oneDNN.
 
 oneDNN is faster where MKL does not use the processor's widest instructions: on AMD's Zen 4 MKL runs
 its AVX2 kernels, and whole steps with oneDNN take 0.86 to 0.95 of the time; on Zen 5, less. On
@@ -12,7 +12,7 @@ oneDNN, in-place additions and transposed operands included. The setting permits
 factors to bf16, but without matrix units (AMX) oneDNN computes in fp32 throughout and only the
 order of the sums differs; `onednn_is_exact` checks that with products whose exact values are known.
 The setting belongs to the process and slows small products down (attention's blocks take 1.5 times
-as long), so it is set for one large product at a time and then restored. If the BLAS was chosen, it
+as long), so it is set for one large product at a time and then restored. With the BLAS, the setting
 is "ieee" otherwise, which permits no rounding.
 """
 
@@ -44,10 +44,10 @@ def through_onednn(operation: Callable[..., Any], *operands: Any, **options: Any
 
 @functools.cache
 def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large products in `dtype` on `device` go through oneDNN: if it is exact and was not
-    excluded.
+    """Return whether large products in `dtype` on `device` go through oneDNN: if it is exact and
+    not excluded.
 
-    Asked before every product, so the answer is kept: reading the switch takes as long as a small
+    Called before every product and therefore cached: reading the setting takes as long as a small
     product.
     """
     is_possible = (
@@ -66,8 +66,8 @@ def use_library(name: str) -> None:
 
 
 def library_for(wanted: str) -> str:
-    """Return the library that --cpu_matmul wants: for "auto" oneDNN where it is exact and faster,
-    else the BLAS.
+    """Return the library for --cpu_matmul; "auto" takes oneDNN where it is exact and faster, else
+    the BLAS.
 
     Raises:
         UsageError: naming the flag, if oneDNN is wanted and would round the factors.
@@ -83,8 +83,7 @@ def library_for(wanted: str) -> str:
 
 
 def _mkl_is_narrow() -> bool:
-    """Whether this is an AMD processor, for which MKL takes its AVX2 kernels, and oneDNN and
-    PyTorch use AVX-512."""
+    """Return whether MKL takes its AVX2 kernels (on AMD) where oneDNN and PyTorch use AVX-512."""
     # from AVX-512 on
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and onednn_supports("bf16")
     if not has_avx512 or not torch.backends.mkl.is_available():
@@ -97,15 +96,15 @@ def _mkl_is_narrow() -> bool:
 
 
 def onednn_supports(name: str) -> bool:
-    """Whether PyTorch sends products in "bf16" or "fp16" to oneDNN on this processor; False if
-    PyTorch lacks oneDNN."""
+    """Return whether PyTorch sends products in "bf16" or "fp16" to oneDNN on this processor; False
+    without oneDNN."""
     supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return supported is not None and bool(supported())
 
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
+    """Return whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
 
     oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 to 192 rows and
     columns stay exact and those of 256 are rounded. So the products are as large as those that will

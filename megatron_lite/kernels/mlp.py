@@ -18,8 +18,7 @@ a bit. z is a by-product of du, which needs a(u) anyway. Tensors that only a fro
 gradient would need are not saved.
 
 Tensor parallelism splits the f channels: x is gathered before the first product, y reduced after
-the second; see `linear.py`. Each rank saves its channels of u and z, and x as in its residual
-stream.
+the second; see `linear.py`. Each rank saves its channels of u and z, and its part of x.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ PIECE_NUMEL = 2**17
 
 
 def _gelu(u: Tensor) -> Tensor:
-    """GELU. In fp32 on a CPU, compute it with the sigmoid: torch's tanh takes about twice as
-    long."""
+    """Return GELU(u). On a CPU in fp32, use the sigmoid: torch's tanh takes about twice as long."""
     if u.dtype != torch.float32 or u.is_cuda:
         return functional.gelu(u, approximate="tanh")
     z, two_k = torch.empty_like(u), u.new_tensor(TWO_K)
@@ -98,7 +96,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
 
 @jit
 def _value_and_slope(u, NAME: tl.constexpr):
-    """a(u) and a'(u) of fp32 values."""
+    """Return a(u) and a'(u) of fp32 values."""
     if NAME == "gelu":
         s = tl.sigmoid(1.5957691216057308 * (u + 0.044715 * u * u * u))
         value = u * s
@@ -137,8 +135,8 @@ def _value_and_slope(u, NAME: tl.constexpr):
 def _activate_kernel(
     u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One block of channels of one row (width,) per program: write z if wanted; given dz, overwrite
-    u by du.
+    """Process one block of channels of one row (width,) per program: write z if wanted; given dz,
+    overwrite u with du.
 
     z may overwrite dz.
     """
@@ -183,7 +181,7 @@ def _launch(
 
 
 def activate(u: Tensor, name: str, gated: bool, triton: bool) -> Tensor:
-    """u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory; without autograd."""
+    """Compute u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory, without autograd."""
     if triton:
         u = u.contiguous()
         z = u.new_empty((*u.shape[:-1], u.shape[-1] // (2 if gated else 1)))
@@ -199,7 +197,7 @@ def activate(u: Tensor, name: str, gated: bool, triton: bool) -> Tensor:
 def activate_backward(
     dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return du in the memory of u, and, if `needs_z`, the same z as `activate`, bit for bit.
+    """Return du in the memory of u and, if `needs_z`, the same z as `activate`, bit for bit.
 
     dz and u are contiguous; both are overwritten.
     """
@@ -324,8 +322,8 @@ def mlp(
     collectives: Collectives = ONE_RANK,
     products: tuple[Products, Products] = (PLAIN, PLAIN),
 ) -> Tensor:
-    """x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and down (h,
-    f).
+    """Compute x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and
+    down (h, f).
 
     activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives:
     of x and y, if f is split over ranks. products: of `up` and `down`.

@@ -26,10 +26,9 @@ from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Function, Parameter
 
 aten = torch.ops.aten
-LARGEST_ROW = 32768  # elements that one program of a kernel can hold
+LARGEST_ROW = 32768  # elements per row that one program of a kernel supports
 PLANNED_MULTIPROCESSORS = 132  # of an H100; plans query no device
-# Prefetched tiles of the backward kernel are in shared memory: at most this much, which every GPU
-# from Ampere has.
+# Shared memory for prefetched tiles of the backward kernel: every GPU from Ampere has this much.
 SHARED_BYTES = 98304
 
 
@@ -49,7 +48,7 @@ class Kind:
 
 
 class Weights(NamedTuple):
-    """Weight w and bias b of a norm, (h,) each; an RMS norm has no bias."""
+    """A norm's weight w and bias b, (h,) each; an RMS norm has no bias."""
 
     weight: Parameter | None
     bias: Parameter | None
@@ -69,7 +68,7 @@ class Statistics(NamedTuple):
 def reference_forward(
     x: Tensor, weights: Weights, kind: Kind, dtype: torch.dtype
 ) -> tuple[Tensor, Statistics]:
-    """x (..., h) -> y (..., h) in `dtype`, and the statistics."""
+    """Normalize x (..., h) -> y (..., h) in `dtype`; also return the statistics."""
     single = x.float()
     w = kind.scale(weights.weight)
     b = weights.bias
@@ -134,8 +133,8 @@ def _reference_rms_backward(
     kind: Kind,
     needs_dx: bool,
 ) -> Tensor | None:
-    """Allocate a single tensor, because new memory costs more time than arithmetic; multiply by r
-    last."""
+    """Compute the RMS norm's gradients in a single new tensor, because memory costs more than
+    arithmetic; multiply by r last."""
     w, size = kind.scale(weight), x.shape[-1]
     products = dy * x
     if weight is not None and weight.requires_grad:
@@ -188,8 +187,8 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS full rows per program. The sum may overwrite the branch. Branch, weight and mean may be
-    None."""
+    """Normalize ROWS full rows per program. The sum may overwrite the branch. Branch, weight and
+    mean may be None."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     offsets = _offsets(row, column, STRIDE, COLUMNS, HEADS)
@@ -236,8 +235,8 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every num_programs-th tile of ROWS rows and sums its share of dw and db in
-    fp32.
+    """Process every num_programs-th tile of ROWS rows per program, which sums its share of dw and
+    db in fp32.
 
     dx may overwrite dy. Outputs that are None are not computed.
     """
@@ -328,7 +327,8 @@ def triton_forward(
 ) -> Statistics:
     """Write y and, with a branch, the sum `total`; return the statistics.
 
-    All are contiguous, except that hidden and y (b, s, heads, d) may be some of each token's heads.
+    All are contiguous, except that hidden and y (b, s, heads, d) may be a subset of each token's
+    heads.
     """
     r = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
     mean = torch.empty_like(r) if kind.centered else None
@@ -422,8 +422,8 @@ def triton_backward(
 
 
 def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> int:
-    """Return how many programs fill the device; a few for the interpreter, which runs them one by
-    one."""
+    """Return how many programs fill the device; the interpreter, which runs them one by one, gets a
+    few."""
     if x.device.type != "cuda":
         return 3
     count = PLANNED_MULTIPROCESSORS
@@ -503,7 +503,7 @@ def add_norm(
     """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that
     of `hidden`.
 
-    The sum overwrites the branch, which nothing may read afterwards, unless the dtypes differ.
+    The sum overwrites the branch, which must not be read afterwards, unless the dtypes differ.
     Without a branch the sum is `hidden`; use the returned sum from then on, so that the norm's
     backward pass adds its gradient.
     """

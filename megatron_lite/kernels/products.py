@@ -1,4 +1,4 @@
-"""Matrix products: the one place that knows how the hardware computes them.
+"""Matrix products, in the one module that knows how the hardware computes them.
 
 Products of bf16 or fp16 matrices are accumulated in fp32. Whether the result reaches an fp32
 `main_grad` without rounding depends on the device and on PyTorch; `product_accumulation` finds out
@@ -8,7 +8,7 @@ once:
     "through a bf16 temporary"    (or fp16) rounded once: on a CPU a product has the dtype of its factors
     "from fp32 copies of the factors"    on CPUs without instructions for the dtype: see `converted_products.py`
 
-`matmul_library.py` chooses between the libraries of large fp32 products on a CPU.
+`matmul_library.py` chooses the library for large fp32 products on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_lite.kernels.converted_products import (
 from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.matmul_library import goes_through_onednn
 
-# Rows (tokens) from which converting a weight pays; with fewer, reading it takes as long as
+# Rows (tokens) from which converting a weight pays off; with fewer, reading it takes as long as
 # multiplying. One token of generation takes 5 times as long with a converted weight, 8 tokens take
 # 0.8 of the time (AVX2, one thread).
 FEWEST_ROWS = 8
@@ -37,7 +37,7 @@ NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an 
 
 
 def _converts(a: Tensor) -> bool:
-    """Whether a product whose first factor is a (..., k) is computed from fp32 copies."""
+    """Return whether a product whose first factor is a (..., k) is computed from fp32 copies."""
     return a.shape[:-1].numel() >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
 
 
@@ -48,8 +48,8 @@ def _converts(a: Tensor) -> bool:
 def affine(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in the memory of `out`
-    (t, o) if given."""
+    """Compute x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in `out` (t, o)
+    if given."""
     if _converts(x):
         rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
@@ -90,14 +90,14 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; overwrite the total if this
-    product is the first."""
+    """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; the first product overwrites the
+    total."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
     in_its_library(method.run, a, b.shape[1])(total, a, b, first)
 
 
 class ProductAccumulation(NamedTuple):
-    """A way to accumulate products. `run(total, a, b, first)` does total = a b if `first`, else
+    """A way to accumulate products: `run(total, a, b, first)` does total = a b if `first`, else
     total += a b."""
 
     name: str
@@ -128,7 +128,7 @@ def _narrow_temporary(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def product_accumulation(
     device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype
 ) -> ProductAccumulation:
-    """Choose a device's best method to add products of `dtype` matrices to a total in
+    """Choose the device's best method of adding products of `dtype` matrices to a total in
     `total_dtype`.
 
     Runs small products on the device and waits for their results.
@@ -149,7 +149,7 @@ def product_accumulation(
 def _is_exact(
     method: ProductAccumulation, device: torch.device, dtype: torch.dtype, total_dtype: torch.dtype
 ) -> bool:
-    """Whether a method exactly writes and adds integers that `dtype` cannot represent.
+    """Return whether a method exactly writes and adds integers that `dtype` cannot represent.
 
     The operands resemble those of a weight gradient: the first one is transposed, and all
     dimensions differ. Assumed in a plan, whose tensors have no values.

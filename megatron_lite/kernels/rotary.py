@@ -29,7 +29,7 @@ def angle_table(frequencies: Tensor, length: int) -> Table:
     """Return cos and sin of the angles at positions 0 to length - 1; frequencies (r / 2,) are
     radians per position."""
     # Multiply by the inverse wavelength instead of dividing: this matches other implementations bit
-    # for bit, and at distant positions the last bit of an angle matters.
+    # for bit, and at distant positions an angle's last bit matters.
     angles = (
         torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] * frequencies
     )
@@ -131,7 +131,7 @@ def _rotate_kernel(
     angles.
 
     Keys and values, which are not rotated, may be None. The target (b, s, target_heads, d) may be
-    the memory of the queries. Token i takes row i modulo `table_rows` of the table.
+    the memory of the queries. Token i uses row i modulo `table_rows` of the table.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     sample, position = token // length, token % length
@@ -185,7 +185,7 @@ def _launch(
     assert table[0].dim() == 2 or table[0].shape[:2] == (batch, length)
     heads = sum(source.shape[1] for source in sources if source is not None)
     half = next_power_of_2(pairs)
-    # about 1024 pairs per program, 8 for each of 128 threads
+    # about 1024 pairs per program, 8 per thread with 128 threads
     tile = min(next_power_of_2(heads), max(1024 // half, 1))
     _rotate_kernel[(batch * length, cdiv(heads, tile))](
         *sources,
@@ -194,7 +194,7 @@ def _launch(
         length,
         length
         if table[0].dim() == 2
-        else batch * length,  # tokens after which the rows of the table repeat
+        else batch * length,  # tokens after which the table's rows repeat
         query.shape[1],
         0 if key is None else key.shape[1],
         heads,
@@ -228,8 +228,8 @@ def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, trit
 def join_gradients(
     grads: tuple[Tensor, ...], target: Tensor, table: Table | None, triton: bool
 ) -> None:
-    """Write gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s, n +
-    2 g, d)."""
+    """Write the gradients of query, key and value (b, n or g, s, d), rotated back, to target (b, s,
+    n + 2 g, d)."""
     if table is None:
         torch.cat([grad.transpose(1, 2) for grad in grads], dim=2, out=target)  # one launch
     elif triton:

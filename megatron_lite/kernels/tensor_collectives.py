@@ -48,8 +48,8 @@ GATHER = "tensor gather"
 REDUCE = "tensor reduce"
 SUM = "tensor sum"
 SCALE = "tensor scale"
-# Tokens from which halves pay: with fewer, products are slower and another collective takes longer
-# than it hides.
+# Tokens from which halves pay off: with fewer, products are slower and the second collective takes
+# longer than it hides.
 FEWEST_TOKENS = 256
 
 
@@ -88,7 +88,7 @@ class Pending:
     def affine(self, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o).
 
-        out: memory (t, o) for it, if all tokens are there.
+        out: memory (t, o) for the result, if all tokens are complete.
         """
         if self._own is None:
             return affine(self.wait(), weight, bias, out)
@@ -115,7 +115,7 @@ class Pending:
         return result.view(*self._tensor.shape[:-1], channels)
 
 
-Affine = Callable[[Pending, Any, Tensor | None], Tensor]  # as `Pending.affine`
+Affine = Callable[[Pending, Any, Tensor | None], Tensor]  # like `Pending.affine`
 
 
 class Collectives:
@@ -139,12 +139,12 @@ class Collectives:
         return multiply(x, weight, bias)
 
     def own(self, values: Tensor) -> Tensor:
-        """Return the values, of (b, s), for the tokens of this rank's residual stream."""
+        """Return the values, out of (b, s), for the tokens of this rank's residual stream."""
         return values
 
     def positions(self, positions: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Return the positions of this rank's tokens, given those of all tokens (b, s); None: 0, 1,
-        ... per sample."""
+        """Return the positions of this rank's tokens, given all tokens' (b, s); None: 0, 1, ... per
+        sample."""
         return positions
 
     def total(self, loss: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Collectives:
         return loss
 
     def seed(self, seed: int | None) -> int | None:
-        """Return the seed of a residual-stream dropout mask: equal on ranks with equal values."""
+        """Return the seed for a residual-stream dropout mask: equal on ranks with equal values."""
         return seed
 
 
@@ -160,7 +160,8 @@ ONE_RANK = Collectives()
 
 
 class Replicated(Collectives):
-    """Every rank of a group has the whole residual stream. in_halves: see `reduced_affine`."""
+    """Collectives for a group whose ranks all have the whole residual stream. in_halves: see
+    `reduced_affine`."""
 
     splits_tokens = False
 
@@ -174,7 +175,7 @@ class Replicated(Collectives):
     def reduced_affine(
         self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine
     ) -> Tensor:
-        """See `Collectives`. With halves, the sums of the first are in flight while the second is
+        """See `Collectives`. With halves, the first half's sums are in flight while the second is
         multiplied."""
         tokens, bias = x.wait(), bias if self._group.rank == 0 else None
         if not self._in_halves or tokens[..., 0].numel() < FEWEST_TOKENS:
@@ -182,7 +183,7 @@ class Replicated(Collectives):
         slices = tokens.reshape(
             self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1]
         )
-        halves = slices.tensor_split(2, dim=1)  # of every rank's tokens
+        halves = slices.tensor_split(2, dim=1)  # of each rank's tokens
         result = tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
         places = result.flatten(0, -2).split([half[..., 0].numel() for half in halves])
         pairs = zip(halves, places, strict=True)
@@ -194,7 +195,7 @@ class Replicated(Collectives):
 
 
 class SequenceParallel(Replicated):
-    """Every rank of a group has one of T equal slices of the tokens."""
+    """Collectives for a group whose ranks have one of T equal slices of the tokens."""
 
     splits_tokens = True
 
@@ -235,7 +236,7 @@ class SequenceParallel(Replicated):
 
 
 def collectives_over(group: Group, splits_tokens: bool, in_halves: bool = False) -> Collectives:
-    """Return the collectives of a group. splits_tokens: use sequence parallelism. in_halves: reduce
+    """Return a group's collectives. splits_tokens: use sequence parallelism. in_halves: reduce
     products so."""
     if group.world_size == 1:
         return ONE_RANK
@@ -243,7 +244,7 @@ def collectives_over(group: Group, splits_tokens: bool, in_halves: bool = False)
 
 
 def split_seed(seed: int | None, rank: int) -> int | None:
-    """Return the seed of a dropout mask for values that differ among tensor-parallel ranks."""
+    """Return a dropout seed for values that differ among tensor-parallel ranks."""
     return derive_seed(seed, "tensor", rank) if seed is not None and rank else seed
 
 
@@ -252,7 +253,7 @@ def split_seed(seed: int | None, rank: int) -> int | None:
 
 
 class Vocabulary:
-    """A table with a row per vocabulary entry, whole on every rank."""
+    """A table with one row per vocabulary entry, whole on every rank."""
 
     is_split = False
 
@@ -260,12 +261,12 @@ class Vocabulary:
         self._collectives = collectives
 
     def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows to look up for tokens (b, s), and the tokens of other ranks, which read
-        zeros; None: none."""
+        """Return the rows to look up for tokens (b, s), and other ranks' tokens, which read zeros;
+        None: none."""
         return self._collectives.own(tokens), None
 
     def embedded(self, rows: Tensor) -> Tensor:
-        """Return the residual stream of looked-up rows (..., h)."""
+        """Return the residual stream from looked-up rows (..., h)."""
         return rows
 
     def of_residual(self, residual: Tensor) -> Tensor:
@@ -274,8 +275,8 @@ class Vocabulary:
         return residual
 
     def start_into_residual(self, gradient: Tensor) -> Pending:
-        """Start to reduce the gradient of the head's input (t, h) into the residual stream;
-        overwrites it."""
+        """Start to reduce the head's input gradient (t, h) into the residual stream; overwrites
+        it."""
         return Pending(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ class Vocabulary:
         return self._collectives.total(loss)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """All-gather the logits (..., v) from those of each rank's part of the table."""
+        """All-gather the logits (..., v) from each rank's part of the table."""
         return logits
 
 
@@ -313,7 +314,7 @@ class SplitVocabulary(Vocabulary):
 
     def rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         absent = (tokens < self._start) | (tokens >= self._start + self._size)
-        # Spread tokens of other ranks over different rows, because one program sums the gradient of
+        # Spread other ranks' tokens over different rows, because one program sums the gradient of
         # one row.
         present = min(self._size, self._vocab_size - self._start)
         return torch.where(absent, tokens % present, tokens - self._start), absent

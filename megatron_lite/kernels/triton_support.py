@@ -29,7 +29,7 @@ else:
 
 
 class _Absent:
-    """Stands in for a kernel where Triton is not installed."""
+    """Placeholder for a kernel where Triton is not installed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = function.__name__
@@ -63,10 +63,10 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def tell(event: str, *args: Any) -> None:
-    """Tell a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name),
+    """Report to a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name),
     "attention", or "repeat".
 
-    After "repeat", x, more, fewer, what follows counts `more` / `fewer` times as often; loops may
+    After "repeat", x, more, fewer, everything that follows counts `more` / `fewer` times; loops may
     nest.
     """
     if has_torch_function(args):
@@ -74,12 +74,12 @@ def tell(event: str, *args: Any) -> None:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter: slowly, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter: slowly, on CPU tensors."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels can run on tensors of this device."""
+    """Return whether Triton kernels can run on this device's tensors."""
     return triton is not None and (device.type == "cuda" or is_interpreted())
 
 
@@ -90,10 +90,10 @@ def generator_for(x: Tensor) -> torch.Generator:
 
 
 def turns(loop: range, x: Tensor) -> Iterator[int]:
-    """Yield the iterations of a loop; in a plan, only the first two and the last, which allocate
-    the most.
+    """Yield a loop's iterations; in a plan, only the first two and the last, which allocate the
+    most.
 
-    The plan is told to count the second for those that are skipped.
+    The plan counts the second for those that are skipped.
     """
     if len(loop) <= 3:
         yield from loop
@@ -117,7 +117,8 @@ def next_power_of_2(n: int) -> int:
 
 @jit
 def tanh(x):
-    """tanh of fp32 values to a few units in the last place; Triton's interpreter has no tanh.
+    """Compute tanh of fp32 values to a few units in the last place; Triton's interpreter has no
+    tanh.
 
     |x| < 0.3: the Taylor series, because 1 - e loses digits there; else sign(x) (1 - e) / (1 + e),
     e = exp(-2 |x|). NaN stays NaN, infinities become 1 and -1.
@@ -137,8 +138,7 @@ def tanh(x):
 def narrow(values, dtype: tl.constexpr):
     """Convert fp32 values to another floating dtype, rounding to nearest even.
 
-    bf16 is rounded bit by bit, because Triton's interpreter would truncate: tests see what a GPU
-    computes.
+    bf16 is rounded bit by bit, because Triton's interpreter would truncate: tests match a GPU.
     """
     if dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)

@@ -47,8 +47,8 @@ class WeightShard:
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the weights, from which `weights_of` makes them: `master`, or the
-        two halves."""
+        """The tensors that store the weights, from which `weights_of` restores them: `master`, or
+        the two halves."""
         if self.master is not None:
             return (self.master,)
         assert self.rounded is not None and self.remainder is not None

@@ -2,7 +2,7 @@
 sqrt(d) by default.
 
 It may be limited to the last `window` positions or to the query's own document. Grouped queries
-share keys without copying them. `choice.py` lists the implementations.
+share keys without copies. `choice.py` lists the implementations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_lite.kernels.triton_support import tell
 
 @dataclass(frozen=True)
 class Documents:
-    """Borders of a micro-batch's documents, which attention must not cross. No document spans two
+    """Document boundaries of a micro-batch, which attention must not cross. No document spans two
     samples."""
 
     starts: Tensor  # (documents + 1,) int32 on the device: first positions in the flattened (b s,), then b s
@@ -68,8 +68,9 @@ def attention(
     scale: float | None = None,
     softmax_in_fp32: bool = False,
 ) -> Tensor:
-    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d); head i uses key/value head i
-    // (n / g).
+    """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
+
+    Head i uses key/value head i // (n / g).
 
     Args:
         window: number of keys that a query attends to; None: all.
@@ -79,7 +80,7 @@ def attention(
         softmax_in_fp32: also keep the scores in fp32 in the backward pass; only for "math".
 
     Raises:
-        UsageError: if the backend cannot do the work.
+        UsageError: if the backend does not support the inputs.
     """
     b, _, s, d = query.shape
     window = None if window is None or window >= s else window

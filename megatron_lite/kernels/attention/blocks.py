@@ -7,8 +7,8 @@ Rows are the queries of a block, columns the keys that any of them may attend to
     dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
 
 Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit
-the caches and keep every thread busy. Query heads that share a key head are rows of one product
-with it. Keys right of a block, left of its window or in another document are never read. Scores and
+the caches and occupy every thread. Query heads that share a key head are rows of one product with
+it. Keys right of a block, left of its window or in another document are never read. Scores and
 softmax are in fp32. The later products are in fp32 on a CPU, which multiplies small bf16 and fp16
 matrices slower, even with instructions for them. A GPU computes them in the inputs' dtype and sums
 in fp32; there `softmax_in_fp32` also keeps the backward pass of the scores in fp32: P in dS, dS
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring documents of one length, and some key heads: the work of one operation."""
+    """Adjacent documents of one length, and some key heads: the work of one operation."""
 
     start: int  # first position of the first document in the flattened (b s,)
     documents: int
@@ -68,7 +68,7 @@ class Chunk:
 
 
 def rows_of_a_block(on_gpu: bool) -> int:
-    """Return the number of queries in a block: small blocks waste less on masked keys; GPUs prefer
+    """Return the number of queries per block: small blocks waste less on masked keys; GPUs prefer
     large kernels."""
     return 256 if on_gpu else 64
 
@@ -77,14 +77,13 @@ def scores_at_a_time(on_gpu: bool) -> int:
     """Return the number of scores per operation, over many heads: 2 MiB in fp32 per thread on a
     CPU.
 
-    The result does not depend on it, bit for bit.
+    It never changes the result, bit for bit.
     """
     return 2**24 if on_gpu else 2**19 * max(2, torch.get_num_threads())
 
 
 def blocks_of_a_document(length: int, window: int | None, rows: int, last: int = 0) -> list[Block]:
-    """List the blocks of a document, or its `last` ones, in order; the largest is among the last
-    two."""
+    """List a document's blocks, or its `last` ones, in order; the largest is among the last two."""
     reach = min(window or length, length)
     starts = range(0, length, rows)[-last:]  # -0: all
     return [
@@ -179,15 +178,15 @@ class _Pass:
         ]
 
     def rows(self, queries: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-        """(documents, heads, length, d) -> (p, r rows, d): the block's rows for all heads that
-        share a key head."""
+        """Gather a block's rows for all heads that share a key head: (documents, heads, length, d)
+        -> (p, r rows, d)."""
         rows = _converted(queries[:, :, block.start : block.end], dtype)
         return rows.reshape(self.chunk.pairs, -1, rows.shape[-1])
 
     def write(
         self, result: Tensor, queries: Tensor, block: Block, factor: float | None = None
     ) -> None:
-        """Write the rows of a block (p, r rows, d) to (documents, heads, length, d)."""
+        """Write a block's rows (p, r rows, d) to (documents, heads, length, d)."""
         target = queries[:, :, block.start : block.end]
         if factor is None:
             target.copy_(result.view(target.shape))
@@ -247,7 +246,8 @@ def _converted(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target (p, k, d) += a^T b for a (p, m, k) and b (p, m, d), whose dtype may be narrower.
+    """Compute target (p, k, d) += a^T b for a (p, m, k) and b (p, m, d), whose dtype may be
+    narrower.
 
     `baddbmm_` would compute the products one by one if `target` is not contiguous.
     """
@@ -329,7 +329,7 @@ def attention_in_blocks(
     scale: float,
     softmax_in_fp32: bool,
 ) -> Tensor:
-    """query (b, n, s, d), key and value (b, g, s, d) -> (b, n, s, d).
+    """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
 
     Args:
         lengths: tokens of each document in the flattened micro-batch, b s in total.

@@ -1,4 +1,4 @@
-"""The attention backends, what each can do, and the choice among them.
+"""Choose among the attention backends by what each supports.
 
 | backend | dtypes | head sizes | window | documents | deterministic | where |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -22,16 +22,16 @@ cudnn and flash are `scaled_dot_product_attention` restricted to one backend, va
 `torch.nn.attention.varlen` (the flash kernels with document borders), flex is `flex_attention` with
 a block mask, math is the formula in `blocks.py`.
 All read grouped keys without copies. math saves query, key and value for the backward pass; the
-others also save the output and one fp32 number per row and head, and flex a block mask. None saves
+others also save the output and one fp32 number per row and head; flex also a block mask. None saves
 probabilities.
 
 (1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's
-deterministic algorithms on. (3) Its backward pass has an untested option for it. (4) Not on B200,
+deterministic algorithms on. (3) Its backward pass has an untested option for that. (4) Not on B200,
 where it is wrong with fewer than 8 key heads (pytorch issue 193893, open). (5) At most 128 on B200.
-`auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that can do the work: cuDNN is
-the fastest for full causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long as
-math in fp32. In bf16 it takes, with instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024 positions
-and 0.52 to 0.61 at 2,048; without them, and in fp16, up to 11.
+`auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that supports the inputs: cuDNN
+is the fastest for full causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long
+as math in fp32. In bf16 it takes, with instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024
+positions and 0.52 to 0.61 at 2,048; without them, and in fp16, up to 11.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ PLANNED_GPU = Machine((9, 0), CUDNN_WITH_ANY_LENGTH)
 
 @dataclass(frozen=True)
 class Work:
-    """The work of an attention layer."""
+    """The inputs of an attention layer that determine the backend."""
 
     dtype: torch.dtype
     head_size: int
@@ -105,19 +105,19 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def _has_flash3() -> bool:
-    """Whether torch knows version 3 of the flash kernels and its package is installed."""
+    """Return whether torch supports version 3 of the flash kernels and its package is installed."""
     installed = importlib.util.find_spec("flash_attn_interface") is not None
     return installed and "FA3" in torch.nn.attention.list_flash_attention_impls()
 
 
 def _has_flash4() -> bool:
-    """Whether the package of version 4 is installed; its folder `flash_attn` may also belong to
+    """Return whether version 4's package is installed; its folder `flash_attn` may also belong to
     another version."""
     return any(importlib.metadata.distributions(name="flash-attn-4"))
 
 
 def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
-    """Return why a backend cannot do the work on this machine, to follow
+    """Return why a backend does not support the work on this machine, to follow
     "--attention_backend=<backend>: ", or None."""
     if backend == "math":
         return None
@@ -125,7 +125,7 @@ def obstacle(backend: str, machine: Machine, work: Work) -> str | None:
 
 
 def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[bool, str]]:
-    """Yield, in order, whether each obstacle applies, and the obstacle."""
+    """Yield each obstacle in order, preceded by whether it applies."""
     dtype = str(work.dtype).removeprefix("torch.")
     on_cpu = machine.capability is None
     capability = (0, 0)
@@ -184,14 +184,15 @@ def choose_attention(
     machine: Machine | None = None,
     works: Callable[[str], bool] = lambda backend: True,
 ) -> str:
-    """Return the wanted backend or, for "auto", the fastest that can do the work.
+    """Return the wanted backend or, for "auto", the fastest that supports the work.
 
     Args:
         machine: replaces the device's properties; a plan passes `PLANNED_GPU` so that no device is
-        queried. works: tests a backend without known obstacles.
+            queried.
+        works: tests a backend without known obstacles.
 
     Raises:
-        UsageError: if the wanted backend is unavailable or cannot do the work.
+        UsageError: if the wanted backend is unavailable or does not support the work.
     """
     machine = machine or machine_of(device)
     if wanted == "auto":

@@ -106,7 +106,7 @@ class _FlashAttention(Function):
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Compute full causal attention of query (b, n, s, d) with key and value (b, g, s, d), all with
+    """Compute full causal attention of query (b, n, s, d) to key and value (b, g, s, d), all with
     stride 1 along d.
 
     Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a

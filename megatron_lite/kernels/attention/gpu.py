@@ -4,7 +4,7 @@ Every function takes query (b, n, s, d) and key and value (b, g, s, d) without c
 one projection with stride 1 along d, and returns (b, n, s, d) with the memory layout (b, s, n, d).
 `scale` None means 1 / sqrt(d).
 
-Nothing here waits for the device: document borders are a tensor, and the greatest length is a
+Nothing here waits for the device: document boundaries are a tensor, and the longest length is a
 number.
 """
 
@@ -66,7 +66,8 @@ class _Planned(Function):
 
 
 def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Allocate what any library's kernels would, for a plan: none of them runs on the meta device.
+    """Allocate what any library's kernels would, for a plan, because none of them runs on the meta
+    device.
 
     Forward: the output and one fp32 number per row. Backward: also the query gradient in fp32 and,
     if query heads share keys, key and value gradients per query head.
@@ -84,10 +85,10 @@ def varlen_attention(
     scale: float | None,
     version: int,
 ) -> Tensor:
-    """Compute attention inside documents: `starts` (documents + 1,) int32 in the flattened (b s,);
+    """Compute attention within documents: `starts` (documents + 1,) int32 in the flattened (b s,);
     None: samples.
 
-    version: version of FlashAttention. After 2 or 3 the backward pass must run before a call with
+    version: FlashAttention's version. After 2 or 3 the backward pass must run before a call with
     the other.
     """
     b, n, s, _ = query.shape
@@ -119,8 +120,8 @@ def _flash4(
     longest: int,
     scale: float | None,
 ) -> Tensor:
-    """Compute what `varlen_attention` does by the functions of flash-attn-4, which also return the
-    rows' sums."""
+    """Compute `varlen_attention` with flash-attn-4's functions, which also return the rows'
+    sums."""
     package = importlib.import_module("flash_attn.cute")
     rows = [heads.transpose(1, 2) for heads in (query, key, value)]  # (b, s, heads, d), views
     options: dict[str, Any] = {
@@ -149,7 +150,7 @@ def use_flash(version: int) -> None:
     """Make torch's flash attention operators call version 2, built into torch, or 3, from a
     package.
 
-    The choice is per process and costs 1 us if already made.
+    The choice is per process; calls that change nothing take 1 us.
     """
     if (attention.current_flash_attention_impl() == "FA3") == (version == 3):
         return
@@ -178,7 +179,7 @@ def flex_attention(
     starts: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute what `varlen_attention` does with torch's compiled flex_attention."""
+    """Compute `varlen_attention` with torch's compiled flex_attention."""
     b, n, s, _ = query.shape
     lowest = lowest_keys(starts, b, s, window, query.device)
 
@@ -234,7 +235,7 @@ def block_columns(lowest: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Te
     b, s = lowest.shape
     blocks = -(-s // size)
     index = torch.arange(blocks, dtype=torch.int32, device=lowest.device)
-    # The lowest key never decreases from row to row, so the first and last rows determine a block.
+    # Lowest keys never decrease from row to row, so the first and last rows determine a block.
     first = lowest[:, ::size] // size
     last = lowest[:, (index.long() * size + size - 1).clamp_(max=s - 1)]
     # first block that the last row attends to in full
