@@ -9,11 +9,11 @@ of the weights.
 w: the weights after update t = 0, 1, ... since averaging began, including dropped updates. The
 formulas are Levanter's `EmaModelAveraging` and `EmaDecaySqrtModelAveraging`
 (stanford-crfm/levanter, optim/model_averaging.py). The second is the plain mean of all weights up
-to the switch, then favours the weights just after it, and stops changing when the decay ends (for
-runs whose learning rate also decays); its first update overwrites the initial value.
+to the switch, then favours the weights just after it, and freezes when the decay ends (for runs
+whose learning rate also decays); its first update overwrites the initial value.
 
-The coefficient of the newest weights is a number on the host. Each average is updated in one pass,
-in fp32 at any training dtype, without reading the device.
+The newest weights' coefficient is a number on the host. Each average is updated in one pass, in
+fp32 at any training dtype, without reading the device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_lite.zero.flat_shard import FlatShard
 
 
 class Averaging:
-    """The averages of all parts that keep one."""
+    """The averages of all parts that have one."""
 
     def __init__(self, config: AveragingConfig, parts: Sequence[FlatShard]) -> None:
         self._config = config
         self._parts = [part for part in parts if part.average is not None]
         self.updates = 0  # since averaging began
-        self._total = 0.0  # S of the last update; ema has none
+        self._total = 0.0  # S of the last update; unused by ema
         self._share = 0.0
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class Averaging:
         self.updates += 1
 
     def follow(self, part: FlatShard) -> None:
-        """Move the average of a part towards its updated weights."""
+        """Move a part's average towards its updated weights."""
         for average, weights in _pieces(part):
             average.lerp_(weights, self._share)
 
@@ -67,7 +67,7 @@ class Averaging:
         return {"type": self._config.ema_type, "updates": self.updates, "total": self._total}
 
     def load_state(self, state: JsonObject) -> None:
-        """Restore `state`; restart if it is empty or belongs to another type of average."""
+        """Restore `state`; restart if it is empty or from another type of average."""
         if state.get("type") == self._config.ema_type:
             self.updates, self._total = state["updates"], state["total"]
         else:

@@ -1,5 +1,4 @@
-"""Texts about dropped updates, as the host reads them from the device; `guards.py` drops them
-there."""
+"""Describe dropped updates, as read from the device; `guards.py` drops them there."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class BadStep(NamedTuple):
 
     @classmethod
     def read(cls, values: Tensor) -> BadStep:
-        """Read (loss, gradient norm, their limits, iteration), (5,), from the device."""
+        """Read a step from (loss, gradient norm, their limits, iteration), (5,), on the device."""
         loss, norm, loss_limit, norm_limit, iteration = values.tolist()
         return cls(int(iteration), (loss, norm), (loss_limit, norm_limit))
 
@@ -37,17 +36,17 @@ class BadStep(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Dropped steps as a log line reports them."""
+    """Dropped steps as reported in a log line."""
 
     skipped: int  # since the start of training
-    nan: int  # among these, with a NaN loss or gradient norm
+    nan: int  # of these, with a NaN loss or gradient norm
     new: int  # dropped since the last log line
-    reason: str | None  # for the last new one
+    reason: str | None  # for the newest one
     stop: str | None  # why the run cannot continue
 
 
 class Words(NamedTuple):
-    """Texts about dropped steps, for the log and the end of a run."""
+    """Texts about dropped steps, for the log and a run's end."""
 
     config: OptimizerConfig
     dynamic_loss_scale: bool
@@ -70,7 +69,7 @@ class Words(NamedTuple):
         return f"iteration {step.iteration}: {', '.join(problems)}{follows}"
 
     def is_searching(self, step: BadStep) -> bool:
-        """Whether a step was dropped by an overflow that only lowers a dynamic loss scale."""
+        """Return whether an overflow dropped the step only to lower a dynamic loss scale."""
         return self.dynamic_loss_scale and step.overflows and math.isfinite(step.numbers[0])
 
     def stop(self, step: BadStep, count: int) -> str:
@@ -86,11 +85,11 @@ class Words(NamedTuple):
         )
 
     def hopeless(self, bad: int, streak: int, last: BadStep) -> str | None:
-        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or None
-        if it can.
+        """Return why a run cannot continue after `bad` bad updates among the last `streak`, or
+        None.
 
-        A short run ends before --max_consecutive_bad_steps; it has also failed if it dropped more
-        than half of its updates in a row.
+        A run shorter than --max_consecutive_bad_steps has also failed if it dropped more than half
+        of its updates in a row.
         """
         most, half = self.config.max_consecutive_bad_steps, self.train_iters // 2
         if bad < min(most, half + 1):
@@ -112,7 +111,7 @@ class Words(NamedTuple):
         )
 
     def ending(self, streak: int, last: BadStep) -> str:
-        """Return the end of the last line of a run whose last updates were dropped."""
+        """Return the end of a run's last line if its last updates were dropped."""
         updates = f"{streak} updates were" if streak > 1 else "update was"
         weights = (
             f"of iteration {last.iteration - streak}"

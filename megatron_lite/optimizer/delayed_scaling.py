@@ -1,13 +1,13 @@
-"""Delayed scales of 8-bit factors (--fp8=delayed): from the largest magnitudes of earlier
+"""Delayed scales of 8-bit factors (--fp8=delayed), from the largest magnitudes of earlier
 iterations.
 
     scale = 1 / (largest number of the format / largest magnitude of the last --amax_history_length iterations)
 
-It is 1 in the first iteration, and stays as it is while all magnitudes are 0 (Micikevicius et al.
-2022, section 4; as in Levanter). A magnitude is the largest of all ranks and micro-batches of an
-iteration, so no layout changes a scale. One that is not finite does not count. A frozen weight's
-counts in each iteration, though its products do not use this scale, and only some layouts round it
-again: so the scale is there when the layer is thawed.
+The scale is 1 in the first iteration and does not change while all magnitudes are 0 (Micikevicius
+et al. 2022, section 4; as in Levanter). A magnitude is the maximum over all ranks and micro-batches
+of an iteration, so no layout changes a scale; non-finite ones are ignored. A frozen weight's
+magnitude is recorded in each iteration, though its products do not use this scale and only some
+layouts round it again, so that the scale is ready when the layer is thawed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ KINDS = 3  # input, weight, gradient
 
 
 class DelayedScales:
-    """The scales of all layers with 8-bit products, and the magnitudes that give them; every rank
-    has those of all.
+    """The scales of all layers with 8-bit products and their amax histories, on every rank.
 
     stages: of all pipeline ranks. length: iterations that count. world: all ranks.
     """
@@ -51,7 +50,7 @@ class DelayedScales:
         self._use(self._scales)
 
     def end_step(self) -> None:
-        """Count this iteration's magnitudes, and compute the scales of the next one."""
+        """Record this iteration's magnitudes and compute the next iteration's scales."""
         seen = self._world.largest(self._seen, "scale")
         self._history[self._iterations % len(self._history)] = seen.where(
             seen.isfinite(), torch.zeros_like(seen)
@@ -64,7 +63,7 @@ class DelayedScales:
     def state(self) -> JsonObject:
         """Return scales and magnitudes by layer for a checkpoint (reads the device).
 
-        Only magnitudes that may still become the largest are kept, each with its age in iterations.
+        Saves only magnitudes that may still become the largest, each with its age in iterations.
         """
         newest_first = np.roll(
             self._history.cpu().numpy()[::-1], self._iterations % len(self._history), axis=0
@@ -83,7 +82,7 @@ class DelayedScales:
         return state
 
     def load_state(self, state: JsonObject) -> None:
-        """Restore `state`; layers that it lacks start fresh."""
+        """Restore `state`; layers missing from it start fresh."""
         self._iterations = 0
         scales, history = self._scales.tolist(), torch.zeros(self._history.shape)
         for place, layer in enumerate(self._layers):
@@ -96,8 +95,8 @@ class DelayedScales:
         self._history.copy_(history)
 
     def _use(self, scales: Tensor) -> None:
-        """Give layers their scales, (layers, KINDS): a new tensor, as what a layer has rounded
-        keeps its scale."""
+        """Set the layers' scales, (layers, KINDS): a new tensor, because rounded factors keep their
+        scale."""
         self._scales = scales
         for layer, own, seen in zip(self._layers, scales, self._seen, strict=True):
             layer.delayed = own, seen

@@ -1,9 +1,9 @@
 """Guards drop updates that are not finite or, with --skip_bad_steps, unusually large.
 
 A dropped update changes neither weights, moments nor Adam's count. The guard decides on the device
-from numbers summed over all ranks, so all ranks agree and the host reads nothing. The record of
+from values summed over all ranks, so all ranks agree and the host reads nothing. The record of
 dropped updates stays on the device until a log line or a save reads it; checkpoints include it, so
-the log of a resumed run equals that of an uninterrupted one.
+a resumed run logs the same as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COUNTS = ("skipped", "nan", "new", "streak", "bad")
 
 
 class DroppedSteps:
-    """Counts of dropped steps on the device, the last dropped step, and the first one that must
-    stop the run."""
+    """Counts of dropped steps on the device, with the last one and the first that must stop the
+    run."""
 
     def __init__(self, words: Words, device: torch.device) -> None:
         self._words = words
@@ -59,7 +59,7 @@ class DroppedSteps:
             self._fatal.add_(fatal)
 
     def close(self) -> Report:
-        """Return the report since the last call (reads the device)."""
+        """Return a report since the last call (reads the device)."""
         skipped, nan, new, *_ = self._counts.tolist()
         self._counts[2].zero_()
         reason = self._words.describe(BadStep.read(self._last)) if new else None
@@ -88,7 +88,7 @@ class DroppedSteps:
         return int(self._counts[3])
 
     def ending(self) -> str:
-        """Return the addition to a run's last line if its last update was dropped (reads the
+        """Return what to append to a run's last line if its last update was dropped (reads the
         device)."""
         streak = self.streak()
         return self._words.ending(streak, BadStep.read(self._last)) if streak else ""
@@ -102,7 +102,7 @@ class DroppedSteps:
     def load_state(self, state: JsonObject) -> None:
         """Restore `state`."""
         counts = [state[name] for name in COUNTS if name in state]
-        counts += [state["streak"]] * (len(COUNTS) - len(counts))  # "bad" was added later
+        counts += [state["streak"]] * (len(COUNTS) - len(counts))  # older checkpoints lack "bad"
         self._counts.copy_(torch.tensor(counts))
         self._last.copy_(
             torch.tensor([float.fromhex(value) for value in state["last"]], dtype=torch.float64)
@@ -110,19 +110,19 @@ class DroppedSteps:
 
 
 class Verdict(NamedTuple):
-    """Decision on an update; tensors on the device, ()."""
+    """The decision on an update; tensors on the device, ()."""
 
     skipped: Tensor  # bool: drop the update
     overflow: Tensor  # bool: the gradient is not finite or too large to be squared; input of the loss scale
 
 
 class Guard:
-    """Judges each update, with the history of recent losses and norms.
+    """Judges each update by the history of recent losses and norms.
 
     --skip_bad_steps follows Levanter (skip_step.py): once half of the window is full, a step is bad
-    if its loss or gradient norm exceeds mean + sigma * std over the steps before it, including bad
-    ones. Steps that are not finite are also bad, but stay out of the window; in Levanter a NaN
-    makes every step bad until the NaN leaves the window.
+    if its loss or gradient norm exceeds mean + sigma * std over the preceding steps, including bad
+    ones. Non-finite steps are also bad, but are not added to the window; in Levanter a NaN makes
+    every step bad until it leaves the window.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Guard:
             None: it cannot.
         """
         numbers = torch.stack([loss, grad_norm.double()])
-        # If the norm's square overflowed in fp32, the second moment would overflow too, and stay
+        # If the norm's square overflows in fp32, the second moment would overflow too, and stay
         # infinite.
         finite = torch.stack([loss, grad_norm.square().double()]).isfinite()
         limits, good = self._no_limits, finite
@@ -168,7 +168,7 @@ class Guard:
             self._usual.add(numbers, finite.all())
         verdict = Verdict(~good.all(), ~finite[1])
         bad = verdict.skipped
-        # searching a loss scale is not a sign of divergence, however long it takes
+        # searching for a loss scale is no sign of divergence, however long it takes
         if scale_can_shrink is not None:
             bad = bad & ~(scale_can_shrink & verdict.overflow & finite[0])
         self.dropped.add(
@@ -194,8 +194,8 @@ class Guard:
     def clipping_factor(self, grad_norm: Tensor) -> Tensor:
         """Return the factor, () and at most 1, that limits the gradient norm to --clip_grad.
 
-        As in torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm equal to the maximum,
-        or as in Levanter (optax.clip_by_global_norm).
+        Follows torch.nn.utils.clip_grad_norm_, whose 1e-6 also shrinks a norm equal to the maximum,
+        or Levanter (optax.clip_by_global_norm).
         """
         clip = self._config.clip_grad
         if clip == 0:
@@ -211,8 +211,7 @@ class Guard:
         }
 
     def load_state(self, state: JsonObject) -> None:
-        """Restore `state`; an empty one restarts. From a longer window the newest values are
-        kept."""
+        """Restore `state`; an empty one restarts. A shorter window keeps the newest values."""
         if self._usual is not None:
             self._usual.load_state(state.get("usual", []))
         if state.get("dropped"):

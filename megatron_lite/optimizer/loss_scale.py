@@ -1,4 +1,4 @@
-"""Loss scaling on the device: the host reads no value to drop a step."""
+"""Scale the loss on the device: the host reads no value to drop a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_lite.config import JsonObject, OptimizerConfig
 
 
 class LossScale:
-    """Factor on the loss: constant, or dynamic (fp16).
+    """A factor on the loss: constant, or dynamic (fp16).
 
     The dynamic scale is halved after `hysteresis` overflows and doubled after `loss_scale_window`
     good updates. An overflow restarts the count of good updates; doubling restores the hysteresis.

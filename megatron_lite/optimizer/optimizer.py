@@ -1,5 +1,4 @@
-"""An update of all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss
-scale.
+"""Update all shards: global norm, verdict, clipping, the optimizer's rule, averages, loss scale.
 
 The host reads no device value: clipping and unscaling are one factor inside the update, and a bad
 update is dropped on the device.
@@ -31,17 +30,16 @@ from megatron_lite.zero.stage import Stage
 
 
 class Update(NamedTuple):
-    """Result of an optimizer step; tensors on the device, ()."""
+    """The result of an optimizer step; tensors on the device, ()."""
 
     loss: Tensor  # summed over all ranks
-    tokens: int  # that count in the loss, over all ranks
+    tokens: int  # tokens with a loss, over all ranks
     grad_norm: Tensor  # of the unscaled global gradient, before clipping
     verdict: Verdict
 
 
 class Optimizer:
-    """Optimizer of a rank's stages; updates their shards in place. all_stages: also of other
-    pipeline ranks."""
+    """Updates the shards of a rank's stages in place. all_stages: other pipeline ranks' too."""
 
     def __init__(
         self,
@@ -97,12 +95,12 @@ class Optimizer:
 
         Args:
             iteration: counted from 1.
-            loss: this rank's sum over its tokens, (); added over ranks together with the gradient
-                norm. The ranks of a tensor-parallel group have the same loss except for rounding;
-                only the first rank's counts.
-            tokens: tokens of the global batch that count in the loss.
+            loss: this rank's sum over its tokens, (); reduced over ranks together with the gradient
+                norm. Tensor-parallel ranks have the same loss except for rounding; only the first
+                one's counts.
+            tokens: tokens of the global batch with a loss.
             updated: called after each stage, in stage order, so that its gather overlaps later
-            updates.
+                updates.
         """
         norm_squared, loss = self._sums_over_ranks(loss.double())
         scale = self.loss_scale.scale
@@ -136,8 +134,8 @@ class Optimizer:
     def _sums_over_ranks(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient's squared norm and the loss, () fp64 each, equal on all ranks.
 
-        Sums over a stage's shards, the stages of all pipeline ranks, and the ranks of a stage: P
-        changes no bit.
+        Sums over a stage's shards, then over all pipeline ranks' stages, then over a stage's ranks,
+        so P changes no bit.
         """
         counted = [
             [part.grad_shard[start:end] for start, end in part.counted()]
@@ -156,7 +154,7 @@ class Optimizer:
         return norm_squared, total
 
     def record(self) -> JsonObject:
-        """Return the rule's entries of a log line (reads the device)."""
+        """Return the rule's entries for a log line (reads the device)."""
         return self._rule.record()
 
     def state(self) -> JsonObject:
@@ -180,8 +178,7 @@ class Optimizer:
             self._scales.load_state(state.get("scales", {}))
 
     def load_rule(self, state: JsonObject) -> None:
-        """Restore only Adam's count and the rule's state, which belong to the moments of another
-        run.
+        """Restore only Adam's count and the rule's state, which belong to another run's moments.
 
         Loss scale and guards start fresh.
         """
@@ -196,6 +193,6 @@ class Optimizer:
 
 
 def rule_of(config: OptimizerConfig) -> type[Rule]:
-    """Return the rule of --optimizer; its `declared` is the state to allocate."""
+    """Return the class for --optimizer; its `declared` is the state to allocate."""
     rules: dict[str, type[Rule]] = {"adamw": AdamW, "muon": Muon, "lion": Momentum, "sgd": Momentum}
     return rules[config.optimizer]

@@ -1,4 +1,4 @@
-"""The model of a run, partitioned over its ranks, with the state that its optimizer declares."""
+"""Partition the model over a run's ranks, with the state that its optimizer declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def partitioned(
     training: bool = True,
     durations: Sequence[Durations] | None = None,
 ) -> MultiStage:
-    """Return the model. groups, durations: see `MultiStage`."""
+    """Return the partitioned model. groups, durations: see `MultiStage`."""
     return MultiStage(
         layers,
         config.multi_stage,

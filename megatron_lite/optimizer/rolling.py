@@ -1,8 +1,8 @@
-"""Mean and spread of recent losses or norms, on the device.
+"""Mean and standard deviation of recent losses or norms, on the device.
 
 As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6,
-and no threshold before half of the window is full. Unlike in Levanter, callers can leave out a
-value that is not finite, which would make all later values look bad until it leaves the window.
+and no threshold before half of the window is full. Unlike in Levanter, callers can skip a
+non-finite value, which would make all later values look bad until it leaves the window.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RollingStatistics:
         self._one = torch.ones(1, dtype=torch.float64, device=device)
 
     def threshold(self) -> Tensor:
-        """Return mean + sigma * std of each number, (width,) fp64; infinite until half of the
-        window is full."""
+        """Return mean + sigma * std per number, (width,) fp64; infinite until half of the window is
+        full."""
         sums = self._rows.sum(0)
         count, mean = sums[:1], sums[1:] / sums[:1]
         deviations = (self._rows[:, 1:] - mean).mul_(self._rows[:, :1])
@@ -52,7 +52,7 @@ class RollingStatistics:
         return [values for filled, *values in rows if filled]
 
     def load_state(self, state: list[Any]) -> None:
-        """Restore `state`; the newest values are kept if the window is shorter."""
+        """Restore `state`; a shorter window keeps the newest values."""
         newest = state[-self._window :]
         self._rows.zero_()
         if newest:

@@ -1,1 +1,1 @@
-"""The update rule of each optimizer, on shards."""
+"""The update rules of the optimizers, on shards."""

@@ -41,7 +41,7 @@ class AdamW(Rule):
         )
         separate, sigma = config.update_rms_clip is not None, config.clip_update_norm_sigma
         clips = separate or sigma is not None
-        self._shards: dict[int, Shard] = {}  # by index of the stage
+        self._shards: dict[int, Shard] = {}  # by stage index
         self._ranges: dict[int, Ranges] = {}
         for stage, part in trained:
             self._ranges[stage.index] = ranges_of(part, distributed, clips, separate)

@@ -9,8 +9,8 @@
 
 Lion: Chen et al. (2023), algorithm 2; its betas are --adam_beta1 and --adam_beta2. SGD:
 torch.optim.SGD with decoupled weight decay (Loshchilov & Hutter 2019). Muon: Jordan et al. (2024),
-as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of weights that a
-`WeightShard` has. If `skipped` is set, no bit changes. The shard is updated in chunks, to bound
+as in torch.optim.Muon. All in fp32, for gradients of any dtype and every form of weights in a
+`WeightShard`. If `skipped` is set, no bit changes. The shard is updated in chunks, to bound
 temporaries, and without synchronizing with the host.
 """
 
@@ -112,8 +112,7 @@ def descend(
     step: StepNumbers,
     factors: Sequence[float],
 ) -> None:
-    """Decay each row's weights and subtract learning rate times the row's factor f times the
-    update."""
+    """Decay each row's weights and subtract learning rate * f * update, with the row's factor f."""
     for index, row, bounds in chunks(rows, update.device):
         _descend(weights, update[bounds], row, bounds, step, factors[index])
 
@@ -134,7 +133,7 @@ def _descend(
 
 
 def _keep(old: Tensor, new: Tensor, step: StepNumbers) -> None:
-    """old = new, unless the step is skipped; a select, because multiplying by 0 would propagate
+    """Set old = new, unless the step is skipped; selects, because multiplying by 0 would propagate
     NaN."""
     old.copy_(torch.where(step.skipped.bool(), old, new))
 

@@ -13,22 +13,22 @@ Matrix products alone turn U S V^T into U S' V^T with all singular values S' nea
     X = G / ||G||        A = X X^T        X = a X + (b A + c A^2) X, a few times
 
 in bf16, transposed if that makes A smaller. The coefficients of the quintic maximize the slope at
-zero, so five steps lift small singular values quickly but leave all between about 0.7 and 1.2
+zero, so five steps raise small singular values quickly, but all end between about 0.7 and 1.2
 instead of exactly at 1. Operations and their order match torch.optim.Muon: the bits are the same if
 the same library multiplies.
 
-Both collectives run over all ranks. With tensor parallelism, a rank holds some rows (of queries,
-keys or values; of gate or up) or some columns of a matrix, and several ranks may hold the same
-elements (shared key/value heads). A matrix is assembled from the parts of its group, and its result
-goes to all holders; without, it is orthogonalized in place.
+Both collectives run over all ranks. With tensor parallelism, a rank stores some rows (of queries,
+keys or values; of gate or up) or some columns of a matrix, and several ranks may store the same
+elements (shared key/value heads). A matrix is assembled from its group's parts, and its result is
+written to all holders; otherwise it is orthogonalized in place.
 
 A round has as many stages as there are buffers. Its gathers start together, its matrices are
 distributed over all ranks, and its reductions overlap with orthogonalization. Linear maps stored in
 one weight (queries, keys and values; the two halves of a gated MLP) are orthogonalized and scaled
 separately (`ParameterSpec.matrix_rows`).
 
-Equal gradients give equal results in every layout, to the bit. The number of ranks changes the last
-bit of gradient sums, which rounding to bf16 amplifies.
+Equal gradients give bit-identical results in every layout. The number of ranks changes the last bit
+of gradient sums, which rounding to bf16 amplifies.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return the bf16 matrix (m, n) orthogonalized in `steps` steps, in new memory; zeros stay
-    zeros.
+    """Return the bf16 matrix (m, n) after `steps` steps of orthogonalization, in new memory; zeros
+    stay zeros.
 
     Temporaries: two matrices of this size and two square ones of the smaller dimension.
     """
@@ -84,8 +84,7 @@ def orthogonalize_flops(rows: int, columns: int, steps: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """A matrix (rows, columns) and its tiles on the ranks of a tensor-parallel group, in rank
-    order."""
+    """A matrix (rows, columns) and its tiles on a tensor-parallel group's ranks, in rank order."""
 
     rows: int
     columns: int
@@ -97,7 +96,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(stage: Stage) -> list[Matrix]:
-    """Return the trained matrices of a stage, in order."""
+    """Return a stage's trained matrices, in order."""
     assert stage.trainable is not None
     matrices = []
     for slot in stage.trainable.layout.slots:
@@ -124,15 +123,15 @@ def matrices_of(stage: Stage) -> list[Matrix]:
 
 
 class GatheredMatrix:
-    """A matrix in the gathered shards of all ranks, where those of a tensor-parallel group are
-    neighbours."""
+    """A matrix in the gathered shards of all ranks, where a tensor-parallel group's shards are
+    adjacent."""
 
     def __init__(self, matrix: Matrix, full: Tensor, layout: FlatLayout) -> None:
         self._shape, self._full = (matrix.rows, matrix.columns), full
         self.tiles: list[Tile] = []  # their offsets are in `full`
-        self._firsts: list[Tile] = []  # of copies, those on the first rank
+        self._firsts: list[Tile] = []  # of copies, the first rank's
         ranks = full.numel() // layout.numel  # of a tensor-parallel group
-        in_order = ranks == layout.replicas == 1  # the shards follow each other
+        in_order = ranks == layout.replicas == 1  # the shards are consecutive
         numel = layout.numel if in_order else layout.shard_numel
         for rank, tile in matrix.tiles:
             for shard in range(tile.offset // numel, -(-tile.end // numel)):
@@ -174,7 +173,7 @@ def assign(matrices: Sequence[Matrix], world_size: int) -> list[int]:
 
 
 def rounds_of(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Group the stages with matrices into rounds with a stage per buffer, in order."""
+    """Group the stages with matrices into rounds with one stage per buffer, in order."""
     found = [stage for stage in stages if stage.update_buffer is not None]
     count = len({id(stage.update_buffer) for stage in found})
     return [found[start : start + count] for start in range(0, len(found), max(count, 1))]
@@ -184,7 +183,7 @@ def describe(stages: Sequence[Stage]) -> str:
     """Return a log line: the weights that Muon updates, and the number of ranks that share the
     work.
 
-    stages: of all pipeline ranks.
+    stages: all pipeline ranks'.
     """
     rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
     parts = {stage: stage.trainable for stage in stages if stage.trainable is not None}
@@ -209,7 +208,7 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 
 
 class _Plan:
-    """The work for a stage, fixed over the run."""
+    """A stage's work, fixed over the run."""
 
     def __init__(
         self,
@@ -299,7 +298,7 @@ class Muon(AdamW):
             self._gather(self._rounds[index + 1], numbers)
 
     def _gather(self, plans: Sequence[_Plan], numbers: StepNumbers) -> None:
-        """Update the momentum of a round and start gathering it."""
+        """Update a round's momentum and start gathering it."""
         config = self._config
         for plan in plans:
             muon_momentum(
@@ -314,8 +313,8 @@ class Muon(AdamW):
             plan.stage.gather_update()
 
     def _orthogonalize(self, plans: Sequence[_Plan]) -> None:
-        """Orthogonalize this rank's matrices of a round and start returning every rank its shard of
-        the results."""
+        """Orthogonalize this rank's matrices of a round and start scattering the results to the
+        shards."""
         for plan in plans:
             plan.buffer.wait()
             for matrix in plan.mine:

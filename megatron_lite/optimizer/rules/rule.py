@@ -14,14 +14,14 @@ from megatron_lite.zero.stage import Stage
 
 
 class Trained(NamedTuple):
-    """The trainable part of one stage, which may be of another pipeline rank."""
+    """The trainable part of one stage, possibly on another pipeline rank."""
 
     stage: Stage
     part: FlatShard
 
 
 class Rule:
-    """Base class of the optimizers; override what an optimizer needs."""
+    """Base class of the optimizers."""
 
     declared: OptimizerState  # allocated by `zero`
 
@@ -35,18 +35,18 @@ class Rule:
         raise NotImplementedError
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
-        """Prepare an update with all shards, before any weight changes; may start collectives."""
+        """Prepare an update of all shards, before any weight changes; may start collectives."""
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """Update one shard in place; called in the order of `trained`."""
         raise NotImplementedError
 
     def record(self) -> JsonObject:
-        """Return entries of a log line (reads the device)."""
+        """Return entries for a log line (reads the device)."""
         return {}
 
     def state(self) -> JsonObject:
-        """Return state beyond the moments for a checkpoint, as JSON (reads the device)."""
+        """Return state other than the moments for a checkpoint, as JSON (reads the device)."""
         return {}
 
     def load_state(self, state: JsonObject) -> None:
@@ -56,7 +56,7 @@ class Rule:
 def ranges_of(
     part: FlatShard, distributed: Distributed, counted: bool = False, separate: bool = False
 ) -> Ranges:
-    """Return the ranges of this rank's shard with the same update rule, without the matrices that
+    """Return this rank's ranges of elements with the same update rule, without the matrices that
     Muon updates.
 
     counted: also cut where elements start or stop counting on this rank. separate: one range per

@@ -1,10 +1,9 @@
-"""Clipping of updates: each parameter's by its root mean square, or all of them by their global
-norm.
+"""Clip updates: each parameter's by its root mean square, or all of them by their global norm.
 
 Both use sums of squares of u, the update before the learning rate, including weight decay, over the
 ranges of each rank's shards (see `kernels/adamw.py`). One collective joins the ranges of all
 stages, another one sums over the ranks with the same layers, so every rank has the same factors,
-and P changes no bit. Replicated elements count once. The rules are Levanter's: config.py
+and P changes no bit. Replicated elements count once. The rules follow Levanter: config.py
 (update_rms_clipping) and clip_update_norm.py.
 """
 
@@ -28,8 +27,8 @@ class UpdateClipping:
     def __init__(
         self, trained: Sequence[Trained], ranges: Collection[Ranges], distributed: Distributed
     ) -> None:
-        """trained: all stages. ranges: of each one's shard on this data and tensor-parallel
-        rank."""
+        """Collect the ranges. trained: all stages. ranges: of each stage's shard on this data and
+        tensor-parallel rank."""
         self._distributed = distributed
         shards = zip(trained, ranges, strict=True)
         rows = [(row, part.has_memory) for (_, part), some in shards for row in some.rows]
@@ -44,14 +43,14 @@ class UpdateClipping:
         self._clipped = torch.zeros((), dtype=torch.int64, device=distributed.device)
 
     def factors(self, sums: Sequence[Tensor], skipped: Tensor) -> list[Tensor]:
-        """Return a factor for each range of each shard of this rank, (ranges,) fp32.
+        """Return a factor for each range of each shard on this rank, (ranges,) fp32.
 
-        sums: of squares of u, for each shard of this rank, (ranges,) fp64. skipped: 1 or 0, ().
+        sums: of squares of u, for each shard on this rank, (ranges,) fp64. skipped: 1 or 0, ().
         """
         raise NotImplementedError
 
     def record(self) -> JsonObject:
-        """Return entries of a log line (reads the device)."""
+        """Return entries for a log line (reads the device)."""
         return {"update_norm": float(self._norm), "clipped_iters": int(self._clipped)}
 
     def state(self) -> JsonObject:
@@ -77,8 +76,8 @@ class UpdateClipping:
 
 
 class RmsClipping(UpdateClipping):
-    """u / max(1, RMS(u) / limit) for each parameter, with the root mean square over its elements on
-    all ranks.
+    """Divides u by max(1, RMS(u) / limit) per parameter, with the RMS over its elements on all
+    ranks.
 
     Needs one range per parameter.
     """
@@ -114,8 +113,8 @@ class RmsClipping(UpdateClipping):
 class NormClipping(UpdateClipping):
     """Scales all u so that their global norm is at most mean + sigma * std of recent norms.
 
-    The history holds norms before clipping, so that clipping does not reinforce itself, without
-    dropped updates.
+    The history contains norms before clipping, so that clipping does not reinforce itself, and
+    skips dropped updates.
     """
 
     def __init__(
