@@ -1,1 +1,1 @@
-"""A run's metrics read back and shown: curves, sparklines, a page, comparisons."""
+"""Read a run's metrics back and show them: curves, sparklines, a page, comparisons."""

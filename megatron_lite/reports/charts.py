@@ -1,5 +1,5 @@
-"""Charts of one or several runs, for pages and pictures: which metrics share a chart, and the lines
-to draw."""
+"""Charts of one or several runs, for pages and pictures: which metrics share a chart, and which
+lines to draw."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from megatron_lite.config import JsonObject
 from megatron_lite.reports.watched_run import Curve, WatchedRun
 
-POINTS = 2000  # of one line; on a page, divided among the runs
+POINTS = 2000  # per line; on a page, divided among the runs
 FEWEST_POINTS = 300
-MOST_MARKS = 200  # starts and dropped updates of a run
+MOST_MARKS = 200  # starts and dropped updates per run
 SMOOTHED_FROM = (
     150  # points; longer curves of noisy metrics have a smooth line in front of the raw one
 )
-NOISY = ("loss", "grad_norm")  # of training
+NOISY = ("loss", "grad_norm")  # in training
 COLORS = 8
 SPEED = "tokens_per_sec_per_gpu"
 SPEEDS = {
@@ -28,12 +28,12 @@ SPEEDS = {
 
 
 class Metric(NamedTuple):
-    """A metric of a chart."""
+    """A metric in a chart."""
 
     name: str  # in metrics.jsonl
     label: str
     phase: str = "training"
-    dashes: tuple[int, ...] = ()  # where colors tell runs apart
+    dashes: tuple[int, ...] = ()  # where colors distinguish runs
     marker: str = ""  # o: dots, D: diamonds; empty: none
 
     @property
@@ -43,7 +43,7 @@ class Metric(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """The metrics that share an axis."""
+    """Metrics that share an axis."""
 
     title: str
     unit: str
@@ -90,7 +90,7 @@ CHARTS = (
 
 
 class Drawn(NamedTuple):
-    """A metric of a run in a chart."""
+    """A run's metric in a chart."""
 
     run: WatchedRun
     metric: Metric
@@ -102,8 +102,8 @@ class Drawn(NamedTuple):
 
 
 def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -> Iterator[Drawn]:
-    """Yield the metrics that the runs have. With several runs, colors tell the runs apart, and
-    dashes the metrics."""
+    """Yield the metrics that the runs have. With several runs, colors distinguish runs, and dashes
+    metrics."""
     alone, found = len(runs) == 1, list[Drawn]()
     for number, run in enumerate(runs):
         for place, metric in enumerate(chart.metrics):
@@ -111,11 +111,11 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
             if not len(curve) or (
                 metric.name == "batch_size" and (curve.values == curve.values[0]).all()
             ):
-                continue  # a batch size that never changes says nothing
+                continue  # a constant batch size says nothing
             if metric.name == SPEED and len(run.metrics.curve("training", "tokens_per_sec")) == len(
                 curve
             ):
-                continue  # drawn where an older run lacks the total
+                continue  # drawn only for older runs without the total
             lines = [curve]
             if metric.phase == "training" and metric.name in NOISY and len(curve) > SMOOTHED_FROM:
                 lines.append(curve.smoothed())
@@ -132,7 +132,7 @@ def draw_chart(chart: Chart, runs: Sequence[WatchedRun], points: int = POINTS) -
 
 
 def page_data(runs: Sequence[WatchedRun]) -> JsonObject:
-    """Return the charts that have data, and the marks of each run, as JSON."""
+    """Return the charts with data, and each run's marks, as JSON."""
     charts = [drawn for chart in CHARTS if (drawn := _chart_data(chart, runs))["series"]]
     return {"runs": [_marks(run) for run in runs], "charts": charts}
 

@@ -1,4 +1,4 @@
-"""The picture of losses: lines, axes and names in pixels, as an SVG or drawn by matplotlib in any
+"""Draw the picture of losses (lines, axes and names in pixels), as an SVG or with matplotlib in any
 of its formats."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GRID_COLOR = "#e2e8f0"
 TITLE_COLOR = "#0f172a"
 RATE_COLOR = "#0d9488"
 PALETTE = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
-LOOKS = ("solid", "dashed", "dotted", "diamonds")  # of the losses, where colors tell runs apart
+LOOKS = ("solid", "dashed", "dotted", "diamonds")  # of the losses, where colors distinguish runs
 FEW_POINTS = 3  # a line through so few points is hard to see, so they are drawn as dots
-MOST_DOTS = 50  # of a curve whose points are all marked
+MOST_DOTS = 50  # on a curve whose points are all marked
 Point = tuple[float, float]
 DOTS_PER_INCH = 150
 LEFT = 70.0
@@ -43,7 +43,7 @@ class Stroke(NamedTuple):
 
 
 class Words(NamedTuple):
-    """One line of text, whose `anchor` (start, middle, end) stands at x."""
+    """One line of text; `anchor` (start, middle, end) is placed at x."""
 
     x: float
     y: float
@@ -78,7 +78,7 @@ def to_svg(drawing: Drawing) -> str:
 
 def _element(shape: Stroke | Words) -> str:
     if isinstance(shape, Words):
-        # XML knows no control characters, not even escaped ones.
+        # XML has no control characters, not even escaped ones.
         return (
             f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size}" font-weight="{shape.weight}" '
             f'fill="{shape.color}" text-anchor="{shape.anchor}">{escape(printable(shape.text))}</text>'
@@ -94,7 +94,7 @@ def _element(shape: Stroke | Words) -> str:
 
 
 def to_figure(drawing: Drawing) -> Any:
-    """Return the picture as a figure of matplotlib."""
+    """Return the picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(
@@ -102,7 +102,7 @@ def to_figure(drawing: Drawing) -> Any:
     )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.set_axis_off()
-    point = 72 / 100  # points of a pixel
+    point = 72 / 100  # points per pixel
     for shape in drawing.shapes:
         if isinstance(shape, Words):
             align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
@@ -145,8 +145,8 @@ class _Panel:
         return LEFT + across * (RIGHT - LEFT), self.bottom - up * (self.bottom - self.top)
 
     def metric(self, drawn: Drawn, color: str, width: float) -> Iterator[Stroke]:
-        """Draw the lines of a metric, a raw one in pale; mark the points of a line that is too
-        short to be seen."""
+        """Draw a metric's lines, a raw one in pale; mark the points of a line too short to be
+        seen."""
         for curve in drawn.lines[:-1]:
             yield Stroke(self._places(curve), color, 0.8, opacity=0.25)
         places = self._places(drawn.lines[-1])
@@ -204,7 +204,7 @@ def _mark(marker: str, place: Point, color: str) -> Stroke:
 
 
 def read_losses(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Read the runs of a picture.
+    """Read the runs for a picture.
 
     Raises:
         DataError: if a run has no metrics, or no loss among them.
@@ -224,7 +224,7 @@ def read_losses(folders: Sequence[Path]) -> list[WatchedRun]:
 
 
 def _legend(labels: Mapping[str, str], top: float) -> tuple[list[Stroke | Words], float]:
-    """Return the legend, in as many rows as it takes, and the place below it. labels: by color."""
+    """Return the legend, in as many rows as needed, and the y below it. labels: by color."""
     shapes: list[Stroke | Words] = []
     x, y = LEFT, top
     for color, label in labels.items():
@@ -240,7 +240,7 @@ def _legend(labels: Mapping[str, str], top: float) -> tuple[list[Stroke | Words]
 
 
 def describe(losses: Sequence[Drawn], last: int) -> str:
-    """Describe the losses of one run at its last iteration, or how to read the lines of several."""
+    """Describe one run's losses at its last iteration, or how to read several runs' lines."""
     run = losses[0].run
     if run is not losses[-1].run:
         shown = {drawn.metric for drawn in losses}
@@ -253,8 +253,8 @@ def describe(losses: Sequence[Drawn], last: int) -> str:
 
 
 def draw(runs: Sequence[WatchedRun], baselines: Sequence[tuple[str, float]]) -> Drawing:
-    """Return the losses, with the learning rate in a small panel below. baselines: names and
-    losses."""
+    """Return a drawing of the losses, with the learning rate in a small panel below. baselines:
+    names and losses."""
     losses, rates = [*draw_chart(LOSSES, runs)], [*draw_chart(LEARNING_RATE, runs)]
     several = len(runs) > 1
     first = min(int(drawn.curve.iterations[0]) for drawn in losses)

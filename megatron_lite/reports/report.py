@@ -1,4 +1,4 @@
-"""report.html: one page about one or several runs, in one file that needs no network and no
+"""Write report.html: a page about one or several runs, in one file that needs no network and no
 library."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_lite.validation import defaults
 REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"
 MOST_RUNS = 16
-MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters of each
+MOST_SAMPLES, LONGEST_SAMPLE = 8, 2000  # texts, and characters per text
 LONGEST_SAMPLES_LINE_BYTES = 2**22
-MOST_FOLDERS = 30  # newest checkpoints, and exports, in the table
+MOST_FOLDERS = 30  # newest checkpoints and exports in the table
 # Kinds of `<kind>_s` in metrics.jsonl.
 NAMES_OF_PAUSES = {
     "validation": "validations",
@@ -39,7 +39,7 @@ NAMES_OF_PAUSES = {
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Write the page about runs.
+    """Write the page about some runs.
 
     Raises:
         DataError: if a folder is no run, has no numbers yet, or there are too many.
@@ -104,7 +104,7 @@ def _head(runs: Sequence[WatchedRun], title: str) -> str:
 
 
 def _ending(run: WatchedRun) -> str:
-    """Say in one line how the run ended, and when it wrote its last record."""
+    """Describe in one line how the run ended and when it wrote its last record."""
     kind = "badge" if run.ending.get("exit_code") in (0, 75, None) else "badge bad"
     status = str(run.ending.get("status", "no ending yet"))[:40]
     facts = [str(run.ending.get("message", ""))[:300]]
@@ -212,7 +212,7 @@ def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; empty without rows. head: HTML."""
+    """Return a table, or "" without rows. head: HTML."""
     titles = "".join(f"<th>{title}</th>" for title in head)
     lines = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -221,7 +221,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _samples(root: Path) -> str:
-    """Show the newest samples."""
+    """Return the newest samples."""
     file = GrowingFile(root / SAMPLES_FILE, LONGEST_SAMPLES_LINE_BYTES)
     try:
         record = json.loads([line for line in (*file.new_lines(), file.rest) if line.strip()][-1])
@@ -239,7 +239,7 @@ def _samples(root: Path) -> str:
 
 
 def _timing(run: WatchedRun) -> str:
-    """Show the time of steps, waits and pauses that metrics.jsonl has."""
+    """Return the times of steps, waits and pauses in metrics.jsonl."""
     step, wait = (
         run.metrics.curve("training", name).finite() for name in ("step_time_ms", "data_wait_ms")
     )
@@ -247,7 +247,7 @@ def _timing(run: WatchedRun) -> str:
         return ""
 
     def total_s(curve: Curve) -> float:
-        """Return the total of a time that is logged as a mean over iterations."""
+        """Return the total of a time logged as a mean over iterations."""
         return float(np.diff(curve.iterations, prepend=0) @ curve.values) / 1e3
 
     rows: list[tuple[str, float]] = [
@@ -262,7 +262,7 @@ def _timing(run: WatchedRun) -> str:
 
 
 def _folders(run: WatchedRun) -> str:
-    """Show checkpoints and exports with their sizes."""
+    """Return checkpoints and exports with their sizes."""
     rows = [
         [kind, one.name, _size(one.path), str(one.path.relative_to(run.root))]
         for kind, saved in (("checkpoint", run.checkpoints), ("export", run.exports))
@@ -289,7 +289,7 @@ def _warnings(run: WatchedRun) -> str:
 
 
 def _configuration(config: Options) -> str:
-    """Show the options that differ from their defaults, then all."""
+    """Return the options that differ from their defaults, then all."""
     if not config:
         return ""
     usual = usual_values(config)
@@ -304,8 +304,7 @@ def _configuration(config: Options) -> str:
 
 
 def usual_values(config: Options) -> Options:
-    """Return what each option of a config.json would be if it had not been given, as in JSON;
-    nothing if damaged."""
+    """Return a config.json's options as if none had been given, as in JSON; empty if damaged."""
     read = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in config.items()
@@ -313,14 +312,13 @@ def usual_values(config: Options) -> Options:
     }
     try:
         usual = defaults(unflatten(read)).items()
-    except Exception:  # the file may hold anything
+    except Exception:  # the file may contain anything
         return {}
     return {name: [*value] if isinstance(value, tuple) else value for name, value in usual}
 
 
 def option_text(config: Options, usual: Options, name: str) -> str:
-    """Return the value of an option as text; "(derived)" follows one that the other options
-    imply."""
+    """Return an option's value as text, with "(derived)" if other options imply it."""
     if name not in config:
         return "(absent)"
     value = config[name]

@@ -1,4 +1,4 @@
-"""The page of text that follows a run."""
+"""Write the page of text that follows a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_lite.run.experiment import DEAD_AFTER_S
 from megatron_lite.run.progress_line import format_duration, printable
 
 NARROWEST = 40
-RUNNING = "running"  # the state of a run that lives
+RUNNING = "running"  # the state of a running run
 SHOWN_CHECKPOINTS, SHOWN_WARNINGS = 4, 5
-LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times that are shown
-LATE = 3.0  # times the usual time between two lines: a longer wait is pointed out
+LARGEST, LONGEST_S = 1e18, 1e10  # numbers and times to show
+LATE = 3.0  # times the usual time between two lines: a longer wait is reported
 
 
 def short(value: float) -> str:
-    """Return a number in few digits."""
+    """Return a number with few digits."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-# Rows of curves: (label, phase, name of the number, how to show it).
+# Rows of curves: (label, phase, number's name, how to show it).
 CURVES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("training loss", "training", "loss", "{:.4f}".format),
     ("validation loss", "validation", "loss", "{:.4f}".format),
@@ -47,7 +47,7 @@ NUMBERS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def page(run: WatchedRun, now_s: float, width: int, unicode: bool) -> list[str]:
-    """Return the lines of the page, none longer than `width`, for the time `now_s` (since 1970)."""
+    """Return the page's lines, none longer than `width`, at the time `now_s` (since 1970)."""
     width = max(width, NARROWEST)
     blocks = [
         [*_head(run, now_s), *_progress(run, now_s, width, unicode)],
@@ -181,13 +181,12 @@ def _usual_interval_s(run: WatchedRun) -> float | None:
 
 
 def _float(value: Any) -> float | None:
-    """Return a plausible number of a record, else None; files may hold anything."""
+    """Return a record's number if plausible, else None; files may contain anything."""
     return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def _cut(line: str, width: int, unicode: bool) -> str:
-    """Return the line without control characters, which a terminal would obey, and cut to the
-    width."""
+    """Return the line cut to the width, without control characters, which a terminal would obey."""
     line = printable(line).rstrip()
     if not unicode:
         line = line.encode("ascii", "replace").decode()

@@ -1,9 +1,8 @@
-"""A run read back from its folder, also while it is running: metrics, endings, checkpoints,
+"""Read a run back from its folder, even while it is running: metrics, endings, checkpoints,
 warnings.
 
-A start of the run that repeats iterations replaces everything that earlier starts logged from there
-on. Nothing here takes a lock, maps a file or waits for the kernel to report changes: see
-`GrowingFile`.
+A start that repeats iterations replaces everything that earlier starts logged from there on.
+Nothing here takes a lock, maps a file or waits for the kernel to report changes: see `GrowingFile`.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from megatron_lite.run.experiment import LOCK_FILE, newest_run
 from megatron_lite.run.progress_line import printable
 
 CHUNK_BYTES = 2**24
-LONGEST_LINE_BYTES = 2**20  # a longer one is no record of ours
+LONGEST_LINE_BYTES = 2**20  # longer lines are no records of ours
 MOST_NAMES = 100_000  # of numbers; a file with more is no metrics.jsonl
-RANK_0_LOG = "logs/logs_rank_000.txt"  # in the folder of a start
+RANK_0_LOG = "logs/logs_rank_000.txt"  # in a start's folder
 MOST_WARNINGS = 20
 LONGEST_NAME = 60
 LARGEST_JSON_BYTES = LARGEST_READ_BYTES = 2**20
-# The start of a line of the log file; lines of earlier versions may begin with the time.
+# The start of a line in the log file; lines of earlier versions may begin with the time.
 _WARNING = re.compile(rb"(?:[0-9-]{10} [0-9:,]{8,12} )?(?:WARNING|ERROR): (.*)")
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
@@ -66,8 +65,8 @@ class Curve:
         return Curve(self.iterations[keep], self.values[keep])
 
     def thinned(self, most: int) -> Curve:
-        """Return about `most` points of a finite curve, with its ends and the extremes of every
-        part."""
+        """Return about `most` points of a finite curve, including its ends and each part's
+        extremes."""
         if len(self) <= most:
             return self
         parts = max(most // 2 - 1, 1)
@@ -93,12 +92,12 @@ class Curve:
 
 
 def shows_unicode() -> bool:
-    """Whether standard output takes all characters."""
+    """Return whether standard output can encode all characters."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def sparkline(values: NDArray[np.float64], width: int, unicode: bool = True) -> str:
-    """Draw values as at most `width` blocks, each the mean of its share; a blank has no finite
+    """Draw values as at most `width` blocks, each the mean of its share; blank without a finite
     value."""
     blocks = UNICODE_BLOCKS if unicode else ASCII_BLOCKS
     shares = np.array_split(values, min(width, len(values))) if len(values) else []
@@ -129,8 +128,8 @@ class GrowingFile:
         self.rest = b""  # a last line without its line break
 
     def new_lines(self, replaced: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-        """Yield the complete new lines. A file that was replaced or became shorter is read anew,
-        after `replaced()`.
+        """Yield the complete new lines. A file that was replaced or truncated is reread, after
+        `replaced()`.
 
         Raises:
             OSError: if the file cannot be read.
@@ -154,17 +153,17 @@ class GrowingFile:
 
 
 class RunStart(NamedTuple):
-    """One start of a run, as its first record shows it."""
+    """One start of a run, as described by its first record."""
 
     number: int  # as in runs/<number>
     iteration: int
 
 
 class Metrics:
-    """The numbers of one run; `update` reads what has been appended since.
+    """A run's numbers; `update` reads those appended since.
 
     Args:
-        experiment_dir: folder of the run.
+        experiment_dir: the run's folder.
     """
 
     def __init__(self, experiment_dir: Path) -> None:
@@ -176,11 +175,11 @@ class Metrics:
         self.starts: list[RunStart] = []
         self.dropped: dict[int, str] = {}  # why updates up to an iteration were dropped
         self.last: dict[str, JsonObject] = {}  # newest record of each phase
-        self._columns: dict[tuple[str, str], tuple[array[int], array[float]]]  # 16 bytes a number
+        self._columns: dict[tuple[str, str], tuple[array[int], array[float]]]  # 16 bytes per number
         self._columns = defaultdict(lambda: (array("q"), array("d")))
 
     def update(self, ended: bool = False) -> None:
-        """Read what is new. ended: take a last line that lacks its line break, too.
+        """Read new lines. ended: also take a last line without line break.
 
         Raises:
             DataError: if the file cannot be read, or is no metrics.jsonl.
@@ -196,7 +195,7 @@ class Metrics:
             raise DataError(f"{problem}; {fix}") from None
 
     def _add_line(self, line: bytes) -> None:
-        """Take a line, unless it is not a record, such as a torn line."""
+        """Add a line unless it is no record, such as a torn line."""
         if not line.strip() or len(line) > LONGEST_LINE_BYTES:
             return
         try:
@@ -207,7 +206,7 @@ class Metrics:
             self.add(record)
 
     def add(self, record: JsonObject) -> None:
-        """Take one record; leave out one without phase or iteration.
+        """Add one record; skip it without phase or iteration.
 
         Raises:
             DataError: if there are more names of numbers than any run has.
@@ -230,12 +229,12 @@ class Metrics:
             )
 
     def _begin(self, record: JsonObject, phase: str, iteration: int) -> None:
-        """Note a new start of the run, and drop what it repeats."""
+        """Record a new start of the run, and drop what it repeats."""
         number = record.get("run", 0)
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
             return
         if self.starts:
-            # A start begins with the evaluation that a stop left undone, or with the training after
+            # A start begins with the evaluation that a stop left out, or with the training after
             # its checkpoint.
             first = iteration if phase == "training" else iteration + 1
             for iterations, values in self._columns.values():
@@ -248,7 +247,7 @@ class Metrics:
         self.starts.append(RunStart(number, iteration))
 
     def names(self, phase: str) -> list[str]:
-        """Return the names of the numbers of a phase, in the order of their first appearance."""
+        """Return the names of a phase's numbers, in the order of their first appearance."""
         return [name for other, name in self._columns if other == phase]
 
     def phases(self) -> list[str]:
@@ -256,21 +255,20 @@ class Metrics:
         return list(dict.fromkeys(phase for phase, _ in self._columns))
 
     def curve(self, phase: str, name: str) -> Curve:
-        """Return a number of a phase; without any record, an empty curve."""
+        """Return a phase's curve of a number; empty without records."""
         iterations, values = self._columns.get((phase, name), (array("q"), array("d")))
-        # The last record of an iteration counts: look for first ones from the end.
+        # An iteration's last record counts: look for first ones from the end.
         unique, places = np.unique(np.array(iterations, np.int64)[::-1], return_index=True)
         return Curve(unique, np.array(values, np.float64)[::-1][places])
 
 
 def _number(value: Any) -> float | None:
-    """Return a JSON number as a float; NaN for null, which stands for a number that was not
-    finite."""
+    """Return a JSON number as a float; NaN for null, which represents non-finite numbers."""
     if type(value) not in (float, int):
         return math.nan if value is None else None
     try:
         return float(value) if math.isfinite(value) else math.nan
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer too large for a float
         return math.nan
 
 
@@ -283,7 +281,7 @@ class SavedFolder(NamedTuple):
 
 
 class WatchedRun:
-    """One run; `update` looks at its experiment directory again."""
+    """One run; `update` rereads its experiment directory."""
 
     def __init__(self, root: Path, name: str = "") -> None:
         self.root = root
@@ -294,7 +292,7 @@ class WatchedRun:
         self.ending: JsonObject = {}  # exit.json
         self.config: JsonObject = {}
         self.heartbeat_s: float | None = (
-            None  # the last heartbeat; None: the run has left the folder
+            None  # the last heartbeat; None: the run has removed its lock file
         )
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
         self.checkpoints: list[SavedFolder] = []  # as `_saved` lists them
@@ -303,7 +301,7 @@ class WatchedRun:
         self._log = GrowingFile(self._of_start(RANK_0_LOG), LARGEST_READ_BYTES)
 
     def update(self, now_s: float) -> None:
-        """Read what is new. Never fails: what cannot be read is left as it was, or empty.
+        """Read what has been appended. Never raises; unreadable parts keep their value, or are empty.
 
         now_s: seconds since 1970.
         """
@@ -327,7 +325,7 @@ class WatchedRun:
             self.warnings += (match[1].decode("utf-8", "replace") for match in matches if match)
 
     def _see_heartbeat(self, now_s: float) -> None:
-        """Read the heartbeat. A new one counts from now: the file server may have another clock."""
+        """Read the heartbeat. A new one counts from now: the file server's clock may differ."""
         before, beat = self._heartbeat, None
         with contextlib.suppress(OSError), self._of_start(LOCK_FILE).open("rb") as file:
             # Opened, because a network file system may answer `stat` from a cache.
@@ -349,8 +347,8 @@ class WatchedRun:
 
 
 def _saved(root: Path, file: str) -> list[SavedFolder]:
-    """Return the best folder and those named after iterations, newest first, with the modification
-    time of a file."""
+    """Return the best folder and those named after iterations, newest first, each with a file's
+    modification time."""
     found, best = [], root / "best"
     with contextlib.suppress(OSError):
         # The best export is the folder itself, or a checkpoint in it.
@@ -365,7 +363,7 @@ def _saved(root: Path, file: str) -> list[SavedFolder]:
 
 
 def watched(folder: Path, name: str = "") -> WatchedRun:
-    """Return a run as it is now, which may still be running.
+    """Return a run as it is now, possibly still running.
 
     Raises:
         DataError: if it has no numbers.
@@ -381,8 +379,8 @@ def watched(folder: Path, name: str = "") -> WatchedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of experiment directories as `watched` does, with their parents' names where
-    names are equal."""
+    """Return the experiment directories' runs like `watched`, adding parents' names to equal
+    names."""
     names = [folder.absolute().name for folder in folders]
     unique = [
         name if names.count(name) == 1 else str(Path(*folder.absolute().parts[-2:]))
@@ -395,5 +393,5 @@ def read_runs(folders: Sequence[Path]) -> list[WatchedRun]:
 
 
 def title_of(runs: Sequence[WatchedRun]) -> str:
-    """Return the title of a page or picture of these runs."""
+    """Return the title for a page or picture of these runs."""
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"

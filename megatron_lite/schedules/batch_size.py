@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
     start: int
     size: int  # 0: unknown
-    length: int = 0  # tokens of a sample
+    length: int = 0  # tokens per sample
 
 
 class BatchSchedule(NamedTuple):
@@ -31,11 +31,11 @@ class BatchSchedule(NamedTuple):
     segments: tuple[Segment, ...]
 
     def batch_size(self, iteration: int) -> int:
-        """Return the number of samples of an iteration, counted from 1."""
+        """Return an iteration's number of samples; iterations count from 1."""
         return self.segment(iteration).size
 
     def segment(self, iteration: int) -> Segment:
-        """Return the segment of an iteration, counted from 1."""
+        """Return an iteration's segment; iterations count from 1."""
         assert iteration >= 1, iteration
         return next(segment for segment in reversed(self.segments) if segment.start < iteration)
 
@@ -51,11 +51,11 @@ class BatchSchedule(NamedTuple):
         )
 
     def iterations_of(self, tokens: int) -> int:
-        """Return the fewest iterations that consume so many tokens."""
+        """Return the fewest iterations that consume this many tokens."""
         return bisect.bisect_left(range(2**62), tokens, key=self.consumed_tokens)
 
     def parts(self, iterations: int) -> Iterator[tuple[Segment, int]]:
-        """Yield each segment with the number of its iterations among the first `iterations`."""
+        """Yield each segment with its number of iterations among the first `iterations`."""
         ends = [segment.start for segment in self.segments[1:]] + [
             max(iterations, self.segments[-1].start)
         ]
@@ -64,7 +64,7 @@ class BatchSchedule(NamedTuple):
 
     @property
     def since(self) -> str:
-        """The limit of the sums, to be written after them; empty if all segments are known."""
+        """The limit of the sums, to append to them; empty if all segments are known."""
         return "" if self.segments[0].size else f" since iteration {self.segments[1].start:,}"
 
     @property
@@ -86,8 +86,8 @@ def continued(before: BatchSchedule, now: BatchSchedule, iterations: int) -> Bat
 
 
 def once_through(samples: int, batch_size: int) -> tuple[BatchSchedule, int]:
-    """Return a schedule that takes every sample once, with a smaller last batch, and its number of
-    batches."""
+    """Return a schedule that reads every sample once, the last batch being smaller, and its number
+    of batches."""
     iterations = -(-samples // batch_size)
     last = Segment(iterations - 1, samples - (iterations - 1) * batch_size)
     return BatchSchedule((Segment(0, batch_size), last) if iterations > 1 else (last,)), iterations
@@ -97,7 +97,7 @@ class Split(NamedTuple):
     """A batch split over ranks and micro-batches: in micro-step m, rank r starts at sample (m *
     ranks + r) * b.
 
-    If the batch does not divide evenly, the last micro-batches are padded and hold fewer real
+    If the batch does not divide evenly, the last micro-batches are padded and contain fewer real
     samples, or none. The number of micro-steps is rounded up to a multiple of `breadth_first`.
     """
 
@@ -114,13 +114,13 @@ class Split(NamedTuple):
         )
 
     def piece(self, micro_step: int, rank: int) -> tuple[int, int]:
-        """Return a micro-batch's first sample, counted from the start of the batch, and its number
-        of real samples."""
+        """Return a micro-batch's first sample, relative to the batch, and its number of real
+        samples."""
         first = min((micro_step * self.world_size + rank) * self.micro_batch_size, self.samples)
         return first, min(self.samples - first, self.micro_batch_size)
 
     def real_samples(self, micro_step: int) -> int:
-        """Return the number of real samples of a micro-step over all ranks."""
+        """Return a micro-step's number of real samples over all ranks."""
         first, _ = self.piece(micro_step, 0)
         return min(self.samples - first, self.micro_batch_size * self.world_size)
 
@@ -158,7 +158,8 @@ def parse_schedule(items: tuple[str, ...], length: int = 0) -> BatchSchedule:
 
 
 def batch_schedule(batch: BatchConfig) -> BatchSchedule:
-    """Return the batch sizes of a resolved configuration: constant, or by --batch_size_schedule."""
+    """Return the batch sizes of a resolved configuration: constant, or from
+    --batch_size_schedule."""
     if batch.batch_size_schedule:
         return parse_schedule(batch.batch_size_schedule, batch.sequence_length)
     return BatchSchedule((Segment(0, batch.batch_size, batch.sequence_length),))

@@ -1,11 +1,11 @@
-"""The phase boundaries of a learning-rate schedule: integer arithmetic on its options. Imports no
-torch.
+"""Compute the phase boundaries of a learning-rate schedule: integer arithmetic on its options.
+Imports no torch.
 
     [warmup][stable][decay] {[rewarmup][stable][decay]} x (cycles - 1) [cooldown]
 
-Steps count from 0. Shares are those of the cycle's length (for cycles and the cooldown, of the
-schedule's) and are rounded down. A warmup is cut to the length of its cycle, and a decay to what
-the warmup leaves.
+Steps count from 0. Shares are relative to the cycle's length (for cycles and the cooldown, the
+schedule's) and rounded down. A warmup is cut to the length of its cycle, and a decay to what
+remains after the warmup.
 Source: Levanter, optim/config.py, with the clamping of its continuation in Marin; WSD-S: Wen et al.
 2024.
 """
@@ -36,7 +36,7 @@ class Cycle(NamedTuple):
 
 
 def steps_of(length: int | Share, whole: int) -> int:
-    """Return a length in steps, which is given as such or as a share of the whole."""
+    """Return a length in steps, given in steps or as a share of the whole."""
     return length if isinstance(length, int) else int(float(length) * whole)
 
 
@@ -51,12 +51,11 @@ def cycle_steps(options: LearningRateConfig) -> int:
 
 
 def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
-    """Return the number of cycles n and a function b: for i < n, cycle i has the steps b(i) to b(i
-    + 1) - 1.
+    """Return the number of cycles n and a function b: for i < n, cycle i covers steps b(i) to b(i +
+    1) - 1.
 
-    The last cycle ends where the cooldown begins or the schedule ends. Later minima are not
-    dropped: the run ends before them. b is a function and not a list, because there may be very
-    many cycles.
+    The last cycle ends where the cooldown begins or the schedule ends. Later minima are kept: the
+    run ends before them. b is a function and not a list, because there may be very many cycles.
     """
     total = cycle_steps(options)
     count = options.lr_num_cycles
@@ -72,7 +71,7 @@ def boundaries(options: LearningRateConfig) -> tuple[int, Callable[[int], int]]:
 
 
 def warmup_steps(options: LearningRateConfig, index: int, length: int) -> int:
-    """Return the requested warmup of one cycle; it may be longer than the cycle."""
+    """Return the requested warmup of one cycle, possibly longer than the cycle."""
     return steps_of(options.lr_rewarmup if index else options.lr_warmup, length)
 
 
@@ -89,7 +88,7 @@ def cycle(options: LearningRateConfig, index: int) -> Cycle:
 
 
 def cycle_at(options: LearningRateConfig, step: int) -> Cycle:
-    """Return the cycle that contains a step; the last one for all later steps."""
+    """Return the cycle that contains a step; after the end, the last one."""
     assert step >= 0, step
     count, boundary = boundaries(options)
     return cycle(options, bisect_right(range(count), step, key=boundary) - 1)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration, so that a run can resume at any. Imports
+"""The learning rate as a pure function of the iteration, so that a run can resume anywhere. Imports
 no torch."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_lite.schedules.stages import parse_stages, stage_rate
 
 
 def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None = None) -> float:
-    """Return the learning rate of an iteration, counted from 1. config: resolved. batches: of all
+    """Return the learning rate of an iteration, counted from 1. config: resolved. batches: over all
     starts.
 
     The rate follows the stages of `lr_schedule`, or cycles of warmup, stable phase and decay (see
@@ -38,7 +38,7 @@ def learning_rate(config: Config, iteration: int, batches: BatchSchedule | None 
 
 
 def peak_learning_rate(config: Config) -> float:
-    """Return the highest rate of a resolved configuration's schedule."""
+    """Return the peak rate of a resolved configuration's schedule."""
     options = config.learning_rate
     peak = options.lr
     if options.lr_schedule is not None:
@@ -88,7 +88,7 @@ def _at_end(config: Config, finished: Cycle) -> float:
 def _decayed(
     config: Config, current: Cycle, elapsed: int, batches: BatchSchedule | None = None
 ) -> float:
-    """Return the rate `elapsed` steps after the start of a cycle's decay, also beyond its end."""
+    """Return the rate `elapsed` steps after a cycle's decay begins, also beyond its end."""
     options, peak = config.learning_rate, config.learning_rate.lr
     style, floor = options.lr_decay_style, _minimum(config)
     if style == "constant" or current.decay == 0:
@@ -96,7 +96,7 @@ def _decayed(
     if style == "inv_sqrt":
         factor = math.sqrt(options.lr_inv_sqrt_timescale / max(elapsed + current.warmup, 1))
         return max(floor, peak * min(1.0, factor))
-    if style == "inv":  # 0 steps count as 1, so the first step of the decay is already lower
+    if style == "inv":  # 0 steps count as 1, so the decay's first step is already lower
         return max(floor, peak / ((peak / floor - 1.0) * max(elapsed, 1) / current.decay + 1.0))
     if style == "power_tokens":
         batches = batch_schedule(config.batch) if batches is None or batches.since else batches
@@ -131,8 +131,8 @@ def _power_of_tokens(
 
 
 def _tokens_before(batches: BatchSchedule, iteration: int) -> int:
-    """Return the tokens before an iteration; negative before the first iteration, with the first
-    batch size."""
+    """Return the tokens before an iteration; negative before the first one, with the first batch
+    size."""
     if iteration < 1:
         return (iteration - 1) * batches.consumed_tokens(1)
     return batches.consumed_tokens(iteration - 1)

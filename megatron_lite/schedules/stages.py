@@ -29,7 +29,7 @@ class Stage(NamedTuple):
     power: float
 
 
-@functools.cache  # called at every step
+@functools.cache  # called every step
 def parse_stages(text: str) -> tuple[Stage, ...]:
     """Parse the stages of --lr_schedule; each begins where the previous one ends.
 
@@ -53,7 +53,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 
 
 def stage_rate(stages: Sequence[Stage], step: int) -> float:
-    """Return the rate of a step, counted from 0; after the last stage, its end rate.
+    """Return a step's rate, counted from 0; after the last stage, its end rate.
 
     The rate is interpolated with the elapsed fraction of the stage, raised to its power.
     """
