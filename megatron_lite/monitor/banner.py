@@ -1,4 +1,5 @@
-"""Lines that a run logs before training: derived numbers, the model, memory and the device.
+"""Write the lines that a run logs before training: derived numbers, the model, memory and the
+device.
 
 Some lines are pairs: the full line, and a shorter one for the console (empty: none).
 """
@@ -41,8 +42,8 @@ def derived_numbers(
     data: Mapping[str, str],
     batches: BatchSchedule,
 ) -> dict[str, str]:
-    """Return derived numbers of the run by name; `data` describes the data sets, `batches` are
-    those of all starts."""
+    """Return the run's derived numbers by name; `data` describes the data sets, `batches` all
+    starts."""
     batch, sizes = config.batch, batch_schedule(config.batch).sizes
     ranks = distributed.samples.world_size
     shape = (batch.micro_batch_size, ranks, batch.breadth_first_micro_batches)
@@ -82,7 +83,7 @@ def _smallest_to_largest(numbers: Sequence[int]) -> str:
 def choice_lines(
     config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device
 ) -> Iterator[tuple[str, str]]:
-    """Yield pairs about choices: kernels, decayed parameters, deterministic algorithms."""
+    """Yield pairs about kernels, decayed parameters and deterministic algorithms."""
     yield kernels.describe(), kernels.describe()
     if rounded := eight_bit_of(layers):
         line = f"8-bit products ({config.performance.eight_bit}) in {len(rounded)} linear layers"
@@ -97,8 +98,8 @@ def choice_lines(
 
 
 def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, str]]:
-    """Yield pairs: stages, frozen parameters, this rank's state memory by kind, and how products
-    are computed."""
+    """Yield pairs about stages, frozen parameters, this rank's state memory by kind, and
+    products."""
     blocks = [len(stage) for stage in model.split[1:-1]]
     shown = ", ".join(map(str, blocks)) if len(set(blocks)) > 1 else f"{blocks[0]} each"
     weights, gradients = model.memory.buffer_counts()
@@ -190,7 +191,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def describe_device(device: torch.device) -> str:
-    """Describe the device in words."""
+    """Return a description of the device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"

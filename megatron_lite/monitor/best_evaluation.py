@@ -1,8 +1,8 @@
-"""The best validation so far, for --keep_best, and whether --early_stopping_patience ends the
+"""Track the best validation for --keep_best, and decide whether --early_stopping_patience ends the
 training.
 
-Ranks agree on each loss, and every checkpoint holds this, so that a resumed run decides as one that
-never stopped.
+Ranks agree on each loss, and every checkpoint includes this state, so that a resumed run decides
+like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_lite.config.values import digest
 class BestEvaluation:
     """The best value of --keep_best so far; without that option no evaluation counts.
 
-    config: resolved. data: see `data.fingerprint.identity`. saved: `state()` of the checkpoint that
-    a start resumes.
+    config: resolved. data: see `data.fingerprint.identity`. saved: `state()` from the checkpoint
+    that a start resumes.
     """
 
     def __init__(self, config: Config, data: JsonObject, saved: JsonObject | None) -> None:
@@ -64,7 +64,7 @@ class BestEvaluation:
 
     @property
     def ends(self) -> bool:
-        """Whether so many evaluations in a row were no better that the run ends."""
+        """Whether too many consecutive evaluations brought no improvement, so the run ends."""
         return (
             self.metric is not None
             and self.patience is not None
@@ -72,7 +72,7 @@ class BestEvaluation:
         )
 
     def state(self) -> JsonObject:
-        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        """Return this part of a checkpoint's state; see `saved_state.RUN_STATE`."""
         return {} if self.metric is None else {"best": self._state.copy()}
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class BestEvaluation:
         return f"best {self.metric}: {best}, {bad}{of_patience} validations since"
 
     def warn(self, root: Path | None, logger: logging.Logger) -> None:
-        """Say at a start that the count starts anew, or that the best checkpoint is not in `root`,
+        """Warn at a start that the count restarts, or that the best checkpoint is outside `root`,
         the run's own."""
         if self.is_anew:
             logger.warning(

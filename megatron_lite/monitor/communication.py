@@ -1,5 +1,5 @@
-"""Lines of --log_communication: traffic and waits by kind of collective, and its time with nothing
-else running."""
+"""Write the lines of --log_communication: traffic and waits per kind of collective, and its time
+when run alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_lite.zero.stage import Stage
 def time_collectives(
     stages: Sequence[Stage], group: Group, barrier: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the seconds to gather and to reduce the stages once with nothing else running, by
+    """Return the seconds to gather and to reduce the stages once, with nothing else running, by
     kind.
 
-    The fastest of three repetitions counts. Call before training: gradient buffers hold garbage
-    afterwards.
+    The fastest of three repetitions counts. Call before training: this overwrites the gradient
+    buffers.
     """
     best = {}
     for kind in ("gather", "reduce"):

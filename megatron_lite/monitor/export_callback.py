@@ -1,10 +1,10 @@
-"""--export_callback_script: run a user's program after every export while training continues.
+"""Run a user's program after every export while training continues (--export_callback_script).
 
 Rank 0 starts `script <export folder>` once the folder is complete under its final name, with this
 program's environment and the variables of --export_callback_env. Scripts run one at a time, in the
 order of the exports. Their output goes to the log line by line, with the values of those variables
 masked. A failure is only a warning. At its end the run waits for the script up to a limit, then
-ends it: only processes that the script has detached outlive the run.
+kills it: only processes that the script has detached outlive the run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from megatron_lite.errors import UsageError
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.secrets import masked
 
-# A run stopped by a signal has little time left; a completed run waits for half of
-# --startup_timeout.
+# A run stopped by a signal has little time; a completed run waits for half of --startup_timeout.
 STOPPED_WAIT_S = 10.0
 MAX_LINE_CHARACTERS = 4096
-MAX_LINES = 1000  # of one export
+MAX_LINES = 1000  # per export
 _KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
 _DRAIN_S = 1.0  # for the last lines of a script that has ended
 
@@ -37,13 +36,9 @@ _DRAIN_S = 1.0  # for the last lines of a script that has ended
 def open_callback(
     script: str, environment: Mapping[str, str], variables: Collection[str]
 ) -> ExportCallback:
-    """Check the script before any training and return its runner; "" is no script.
+    """Check the script before any training and return its runner; "" means no script.
 
-    environment: the whole environment of the script. variables: names in it whose values may be
-    secrets.
-
-    Raises:
-        UsageError: if the script is not a file, or not executable.
+    environment: the script's whole environment. variables: names in it whose values may be secrets.
     """
     if not script:
         return ExportCallback()
@@ -57,7 +52,7 @@ def open_callback(
 
 
 class ExportCallback:
-    """Runner of the script, one folder at a time, in a separate thread; does nothing without a
+    """Runs the script for one folder at a time, in a separate thread; does nothing without a
     script."""
 
     def __init__(
@@ -66,7 +61,8 @@ class ExportCallback:
         environment: Mapping[str, str] | None = None,
         secrets: Collection[str] = (),
     ):
-        """environment: the script's whole environment. secrets: values to hide from its output."""
+        """Start without a queue. environment: the script's whole environment. secrets: values to
+        hide from its output."""
         self._script = os.path.abspath(script) if script else ""
         self._environment, self._secrets = environment, secrets
         self._pool = ThreadPoolExecutor(1, "export-callback")
@@ -80,7 +76,7 @@ class ExportCallback:
             self._exports.append((folder, self._pool.submit(self._run, folder)))
 
     def close(self, limit_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the scripts, up to a limit or until `stopped`, then end them. Never raises."""
+        """Wait for the scripts, up to a limit or until `stopped`, then kill them. Never raises."""
         left, deadline_s = self._left(), time.monotonic() + limit_s
         if left and limit_s > 0:
             get_logger().info(
@@ -101,8 +97,8 @@ class ExportCallback:
         self._exports = []
 
     def kill(self) -> None:
-        """Kill the running script and everything in its session now: this process has no time
-        left."""
+        """Kill the running script and everything in its session now; this process is about to
+        end."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -128,7 +124,7 @@ class ExportCallback:
             get_logger().warning(text, how, folder)
 
     def _call(self, folder: Path) -> tuple[int, float]:
-        """Start the script, log its output, and return its exit code and the seconds it took."""
+        """Run the script, log its output, and return its exit code and the seconds it took."""
         start_s = time.monotonic()
         process = self._process = subprocess.Popen(
             [self._script, str(folder)],
@@ -140,7 +136,7 @@ class ExportCallback:
         )
         if self._ended:  # `close` came while the script was starting
             _end(process)
-        # Another thread reads: something that the script leaves behind may hold its output open.
+        # Read in another thread: something that the script leaves running may keep its output open.
         reader = threading.Thread(target=self._log, args=(process, folder.name), daemon=True)
         reader.start()
         code = process.wait()
@@ -171,7 +167,7 @@ class ExportCallback:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a script and everything that it has started in its session."""
+    """Kill a script and everything that it started in its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)

@@ -1,5 +1,4 @@
-"""Hashes of tensors and of everything that several ranks must hold alike, and what differs, in
-words.
+"""Hash tensors and everything else that must match across ranks, and describe the differences.
 
 Weights are hashed as the layers compute with them, in the memory of the step, on the device.
 """
@@ -16,18 +15,18 @@ from megatron_lite.errors import shorten
 from megatron_lite.parameter import ParameterSpec
 
 CHUNK_NUMEL = 2**20  # elements hashed at a time: 24 MiB of temporary integers
-# Integers by width in bytes, to read the bits of floating-point numbers.
+# Integers by width in bytes, for reading the bits of floating-point numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Fingerprint = dict[str, str]  # hash by name of a tile of a weight, or of a counter
-Holders = tuple[int, ...]  # ranks of the tensor-parallel group that hold the same
+Fingerprint = dict[str, str]  # hash by name of a weight's tile, or of a counter
+Holders = tuple[int, ...]  # tensor-parallel ranks that store the same
 
 
 def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: chunk) -> Tensor:
     """Return the hash of a tensor (n,), () int64 on its device: the sum of each element's bits
     times 2 * position + 1.
 
-    Integer sums (modulo 2**64) do not depend on their order, and no change of a single element
-    keeps the sum, because the factors are odd. prepare: replaces each chunk by the values to hash.
+    Integer sums (modulo 2**64) do not depend on their order, and changing one element always
+    changes the sum, because the factors are odd. prepare: maps each chunk to the values to hash.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
@@ -40,8 +39,8 @@ def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: c
 
 
 def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holders, Fingerprint]:
-    """Return the hash of each tile of the weights, by the ranks that hold it; the host reads the
-    device once.
+    """Return the hash of each weight tile, by the ranks that store it; the host reads the device
+    once.
 
     weights: this tensor-parallel rank's part of each parameter, with its spec.
     """
@@ -59,9 +58,9 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
 
 
 def describe_differences(by_rank: Sequence[Fingerprint]) -> str:
-    """Say which names differ on which ranks; empty if all ranks hold the same.
+    """Describe which names differ on which ranks; empty if all ranks match.
 
-    Ranks that lack a name do not count. A value on more than half of the ranks counts as right;
+    Ranks without a name do not count. A value on more than half of the ranks counts as right;
     without such a majority all ranks are named.
     """
     found: dict[str, list[str]] = {}  # ranks in words -> names

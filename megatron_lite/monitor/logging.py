@@ -2,8 +2,8 @@
 per rank.
 
 The console and the log file get the same text, except from `log_both`. Logging never stops a run: a
-console without a reader, or a log file on a full disk, only loses lines. Every line is one `write`,
-so no buffer holds it back.
+console without a reader, or a log file on a full disk, only loses lines. Every line is one
+unbuffered `write`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from megatron_lite.errors import StorageError
 
 MIB = 2**20
 BAR_INTERVAL_S = 0.5
-_ONLY = "only"  # the attribute of a record for the console or the file only
+_ONLY = "only"  # a record's attribute for the console or the file only
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger of this program."""
+    """Return this program's logger."""
     return logging.getLogger("megatron_lite")
 
 
 def log_both(logger: logging.Logger, *, console: str, file: str) -> None:
-    """Log different texts on the console and in the log file; an empty text is left out."""
+    """Log different texts on the console and in the log file; empty texts are skipped."""
     for place, text in (("console", console), ("file", file)):
         if text:
             logger.info("%s", text, extra={_ONLY: place})
 
 
 class AppendFile:
-    """A file that takes whole lines, each by one `write`; a line that does not fit leaves nothing
-    behind.
+    """A file that takes whole lines, each by one `write`; a line that does not fit is removed
+    completely.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -68,12 +68,11 @@ class AppendFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def write_line(self, line: str) -> None:
-        """Append a line, or lose it: the first loss is reported, and later lines are tried
-        again."""
+        """Append a line or lose it: the first loss is reported, and later lines are tried again."""
         try:
             self.append(line.encode("utf-8", "backslashreplace") + b"\n")
         except OSError as error:
-            self.lost_lines += 1  # before the warning, which may come back here as a line
+            self.lost_lines += 1  # before the warning, which may return here as a line
             if self.lost_lines == 1:
                 text = "cannot write %s: %s; the run continues without these lines"
                 get_logger().warning(text, self.path, error.strerror)
@@ -86,7 +85,7 @@ class AppendFile:
 
 
 class _LineFormatter(logging.Formatter):
-    """Names levels from WARNING on."""
+    """Prefixes lines with their level from WARNING on."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -102,7 +101,8 @@ def _has_terminal() -> bool:
 
 
 class ProgressBar:
-    """Iterations done and their metrics; silent if stderr is not a terminal, or with `shown` off.
+    """Progress bar of iterations and their metrics; silent if stderr is no terminal, or if not
+    `shown`.
 
     Args:
         words: called with the iteration when the bar is drawn, at most twice a second.
@@ -140,15 +140,14 @@ class ProgressBar:
             self._bar = None
 
     def close(self) -> None:
-        """Leave the bar on the screen and move to the next line."""
+        """Keep the bar on the screen and move to the next line."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.close()
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints lines to stdout, flushed, above the progress bar; goes silent when the reader is
-    gone."""
+    """Prints lines to stdout, flushed, above the progress bar; silent once the reader is gone."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
@@ -178,7 +177,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.Handler):
-    """Writes lines to a log file; a full disk costs lines."""
+    """Writes lines to a log file; on a full disk, lines are lost."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -220,7 +219,7 @@ def start_logging(log_file: Path | None, to_console: bool) -> logging.Logger:
 
     if to_console:
         add(ConsoleHandler(), "console")
-        # a path that the terminal cannot encode must not end the run
+        # A path that the terminal cannot encode must not end the run.
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
     if log_file is not None:

@@ -1,8 +1,7 @@
-"""Snapshots of GPU memory: every allocation of the first iterations, and what was allocated at
+"""Snapshot GPU memory: every allocation of the first iterations, and the allocations at
 out-of-memory.
 
-Torch writes these files as pickles, which https://pytorch.org/memory_viz shows; nothing here reads
-one.
+Torch writes these files as pickles, for https://pytorch.org/memory_viz; nothing here reads one.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch
 from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 
-# Torch keeps the newest events, each with the Python lines that led to it: several KB each, so 200
-# MB or so at most.
+# Torch keeps the newest events, each with its Python stack: several KB each, so 200 MB or so at
+# most.
 MAX_EVENTS = 50_000
 
 
 def open_history(
     config: Config, root: Path | None, distributed: Distributed, logger: logging.Logger
 ) -> MemoryHistory | None:
-    """Record every allocation from now on if --memory_snapshot asks for it; return None if nothing
-    is recorded.
+    """Record every allocation from now on for --memory_snapshot; return None if nothing is
+    recorded.
 
     root: the experiment directory.
     """
@@ -32,7 +31,7 @@ def open_history(
     if not iterations or root is None or (ranks and distributed.rank not in ranks):
         return None
     if distributed.device.type != "cuda":
-        if config.distributed.device != "cpu":  # validation has warned of an explicit CPU
+        if config.distributed.device != "cpu":  # validation has warned about an explicit CPU
             logger.warning(
                 "--memory_snapshot=%d has no effect: it is for CUDA, and this run is on CPU",
                 iterations,
@@ -42,8 +41,8 @@ def open_history(
 
 
 class MemoryHistory:
-    """Every allocation of a GPU since the start, written after a number of iterations or at an
-    earlier end."""
+    """A GPU's allocations since the start, written after a number of iterations or at an earlier
+    end."""
 
     def __init__(
         self, iterations: int, root: Path, distributed: Distributed, logger: logging.Logger
@@ -52,7 +51,7 @@ class MemoryHistory:
         self._distributed = distributed
         self._logger = logger
         self._iterations_left = iterations  # 0: no longer recording
-        # Lines of C++ would double the time and the size.
+        # C++ stacks would double the time and the size.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
 
     def end_iteration(self) -> None:
@@ -77,7 +76,7 @@ class MemoryHistory:
 
 
 def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:
-    """Write the rank's GPU allocations, with their history since recording began; never fails.
+    """Write the rank's GPU allocations, with their history since recording began. Never raises.
 
     Returns:
         The file, and why it could not be written: "" if it was.
@@ -88,6 +87,6 @@ def write_snapshot(root: Path, distributed: Distributed) -> tuple[Path, str]:
         path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(partial))
         partial.replace(path)
-    except Exception as error:  # private functions of torch, on a device that may be full
+    except Exception as error:  # private functions of torch, on a possibly full device
         return path, f"{type(error).__name__}: {error}"
     return path, ""

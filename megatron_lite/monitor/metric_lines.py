@@ -1,6 +1,6 @@
-"""A record of metrics as a line: long in the log file, of about 120 columns on the console.
+"""Format metrics as lines: long in the log file, about 120 columns on the console.
 
-Only these lines round; metrics.jsonl has the unrounded numbers.
+Only these lines round; metrics.jsonl contains the unrounded numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from megatron_lite.run.progress_line import format_duration
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl
-Show = str | Callable[[Any], str]  # a text with a place for the value, or what makes one
-MOST_DATASETS = 20  # whose losses are shown
+Show = str | Callable[[Any], str]  # a format string for the value, or a function
+MOST_DATASETS = 20  # data sets whose losses are shown
 WAITING = 0.1  # share of the step time from which the console shows the wait for data
 
 
@@ -26,7 +26,7 @@ def _three_digits(text: str) -> Show:
 
 
 def _tflops(text: str) -> Show:
-    """Show three significant digits below 1 TFLOP/s, where small models run."""
+    """Show three significant digits below 1 TFLOP/s, as for small models."""
     return lambda value: text.format(f"{value:.2f}" if value >= 1 else f"{value:.3g}")
 
 
@@ -64,15 +64,15 @@ FIELDS: dict[str, tuple[Show | None, Show | None]] = {
     "loss": ("language model loss: {:.5f}", "loss {:.4f}"),
 }
 LOSSES = ("loss", "averaged_loss")
-SPEED = {"cpu": ("tokens_per_sec",), "cuda": ("tokens_per_sec_per_gpu", "mfu")}  # by type of device
+SPEED = {"cpu": ("tokens_per_sec",), "cuda": ("tokens_per_sec_per_gpu", "mfu")}  # by device type
 BAR = ("loss", "tokens_per_sec", "mfu", "remaining_seconds")  # all ranks' tokens, as the time left
-# The console shows these only where they differ from the last line.
+# The console shows these only when they change.
 RARELY_CHANGING = ("batch_size", "loss_scale", "max_reserved_mib", "skipped_iters", "nan_iters")
 
 
 def format_record(record: Record, more: Record | None = None) -> str:
-    """Return the log line of a record: `training @ iteration 20/1000 | step time: ... | language
-    model loss: ...`.
+    """Return a record's log line: `training @ iteration 20/1000 | step time: ... | language model
+    loss: ...`.
 
     Args:
         record: keys of metrics.jsonl; absent fields are not shown.
@@ -92,10 +92,11 @@ def format_record(record: Record, more: Record | None = None) -> str:
 
 
 class ConsoleLines:
-    """The lines of one start; values that rarely change are shown only when they have changed.
+    """Formats the console lines of one start; rarely changing values are shown only when they
+    change.
 
     Args:
-        device_type: cpu or cuda, which decides the unit of the speed.
+        device_type: cpu or cuda, which determines the unit of speed.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -105,8 +106,7 @@ class ConsoleLines:
         self._forecasts = False  # not in the first line: compilation and allocation would spoil it
 
     def training(self, values: Record) -> str:
-        """Return the line of a training record and its values for the console; absent values are
-        left out.
+        """Return a training record's console line and the values shown; absent values are skipped.
 
         `iteration 20/1000 | loss 3.1235 | lr 3.00e-04 | grad norm 1.25 | 12.3 ms/step | 12,346
         tokens/s | 0:01:05 left`
@@ -128,10 +128,9 @@ class ConsoleLines:
         return " | ".join([_head(values), *_no_loss(values), *_shown(keys, values)])
 
     def bar(self, pace: Mapping[str, float]) -> str:
-        """Return the words of the progress bar: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05
-        left`.
+        """Return the progress bar's text: `loss 3.1235, 12,346 tokens/s, mfu 41%, 0:01:05 left`.
 
-        The loss is that of the last training line.
+        The loss is the last training line's.
         """
         return ", ".join(_shown(BAR, {"loss": self._last_loss, **pace}))
 
@@ -143,7 +142,8 @@ class ConsoleLines:
 
 
 def dataset_losses(values: Record) -> list[str]:
-    """Show the losses of up to 20 data sets, `loss/<name>`; metrics.jsonl has all of them."""
+    """Return the losses of up to 20 data sets, `loss/<name>`; metrics.jsonl contains all of
+    them."""
     names = [key for key in values if key.startswith("loss/")]
     found = [(key.removeprefix("loss/"), values[key]) for key in names[:MOST_DATASETS]]
     shown = [f"{name}: -" if loss is None else f"{name}: {loss:.5f}" for name, loss in found]
@@ -159,7 +159,7 @@ def _no_loss(values: Record) -> list[str]:
 
 
 def _shown(keys: Iterable[str], values: Record) -> list[str]:
-    """Show values on the console; absent ones are left out."""
+    """Return values as shown on the console; absent ones are skipped."""
     shows = ((FIELDS[key][1], values.get(key)) for key in keys)
     return [_text(show, value) for show, value in shows if show is not None and value is not None]
 

@@ -1,5 +1,5 @@
-"""Numbers about a run: FLOPs, peak rates, mean losses, step times, rates, the time left. Units end
-a name."""
+"""Compute numbers about a run: FLOPs, peak rates, mean losses, step times, rates, remaining time.
+Names end in units."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_lite.schedules.batch_size import batch_schedule
 
 Clock = Callable[[], float]  # seconds, monotonic
 Numbers = dict[str, float]  # by name
-WARM_UP_STEPS = 1  # of a start, which compile kernels and allocate memory
-STEPS = 1000  # the newest ones, from which the pace is taken
-STALL = 3.0  # times the median: a longer step waited for something that is not expected again
+WARM_UP_STEPS = 1  # per start; these compile kernels and allocate memory
+STEPS = 1000  # the newest steps, which determine the pace
+STALL = 3.0  # times the median: longer steps waited for something not expected again
 # Dense bf16 tensor-core peaks (fp16 for V100 and T4) in TFLOP/s, from the vendor's data sheets; the
 # first match wins. PCIe and NVL boards run at lower clocks than SXM modules of the same name.
 PEAK_TFLOPS = """
@@ -33,8 +33,8 @@ PEAK_TFLOPS = """
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s by the driver's name of a device, or ours; None if the
-    table lacks it."""
+    """Return the dense bf16 peak in TFLOP/s by the driver's device name, or ours; None if the table
+    lacks it."""
     name = device_name.replace("-", " ").replace("_", " ")
     for entry in PEAK_TFLOPS.split(","):
         pattern, tflops = entry.split(":")
@@ -58,8 +58,8 @@ def _head_flops(model: ModelConfig, tokens: int) -> float:
 def _attention_flops(
     model: ModelConfig, sequence_length: int, tokens: int, full: bool = False
 ) -> float:
-    """Return the FLOPs of scores and context, one pass: what causal mask and window leave, or the
-    full square."""
+    """Return the FLOPs of scores and context, one pass: under causal mask and window, or the full
+    square."""
     # Under the causal mask a query sees s / 2 keys on average; with a window w, w * (1 - w / 2s).
     window = min(model.window_size or sequence_length, sequence_length)
     mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
@@ -112,17 +112,17 @@ def hardware_flops(
 
 
 class LogWindow:
-    """Sums between two log lines, on the device: loss and tokens of the updates that were not
-    dropped, data wait.
+    """Sums between two log lines, on the device: loss and tokens of the updates not dropped, data
+    wait.
 
-    Checkpoints save them, so that a resumed run logs the same losses.
+    Checkpoints include them, so that a resumed run logs the same losses.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)  # summed over tokens
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
         self._data_wait_s = 0.0
-        self.iterations = 0  # of this window, in this start
+        self.iterations = 0  # in this window and start
 
     def add(self, loss: Tensor, tokens: int, skipped: Tensor, data_wait_s: float) -> None:
         """Count one update and its loss, summed over `tokens`; reads nothing on the host."""
@@ -158,7 +158,7 @@ class LogWindow:
 
 
 class Forecast:
-    """The pace of this start's steps, and the time left, if pauses come as often as so far.
+    """The pace of this start's steps, and the remaining time if pauses stay as frequent.
 
     Args:
         consumed_samples: samples consumed after N iterations, which may have different batch sizes.
@@ -174,11 +174,11 @@ class Forecast:
         self._sample_s: deque[float] = deque(maxlen=STEPS)  # seconds per sample of each step
         self._pauses: dict[
             str, tuple[float, int]
-        ] = {}  # by kind: seconds in all, and the iteration before the last
+        ] = {}  # by kind: total seconds, and the iteration before the last
 
     def add(self, iteration: int, step_s: float, pauses_s: Mapping[str, float]) -> None:
-        """Count a step, unless it is the first of a start, and the pauses before it by kind
-        (validation, save ...)."""
+        """Count a step, unless it is a start's first, and the pauses before it by kind (validation,
+        save ...)."""
         samples = self._consumed_samples(iteration) - self._consumed_samples(iteration - 1)
         if self._warm_up:
             self._warm_up -= 1
@@ -188,32 +188,32 @@ class Forecast:
             self._pauses[kind] = (seconds + self._pauses.get(kind, (0.0, 0))[0], iteration - 1)
 
     def sample_s(self) -> float | None:
-        """Return the seconds per sample, without stalls; None before the first step that counts."""
+        """Return the seconds per sample, without stalls; None before the first counted step."""
         if not self._sample_s:
             return None
         longest_s = STALL * statistics.median(self._sample_s)
         return statistics.fmean(seconds for seconds in self._sample_s if seconds <= longest_s)
 
     def remaining_s(self, iteration: int) -> float | None:
-        """Return the seconds that the run needs after `iteration`, pauses included; None if
+        """Return the run's remaining seconds after `iteration`, pauses included; None if
         unknown."""
         if (sample_s := self.sample_s()) is None:
             return None
         samples = self._consumed_samples(self._train_iters) - self._consumed_samples(iteration)
-        # Iterations up to the last pause of a kind hold whole periods of that kind.
+        # Iterations up to the last pause of a kind span whole periods of that kind.
         pause_s = sum(seconds / (last - self._first) for seconds, last in self._pauses.values())
         return max(samples, 0) * sample_s + max(self._train_iters - iteration, 0) * pause_s
 
 
 class Mark(NamedTuple):
-    """A moment of training: seconds, without excluded ones, and iterations done."""
+    """A moment of training: seconds, without excluded time, and iterations done."""
 
     seconds: float
     iteration: int
 
 
 class StepTimer:
-    """Training time and rates, excluding validations and saves.
+    """Measures training time and rates, excluding validations and saves.
 
     Rates count the samples of the batch schedule, without padding.
 
@@ -221,8 +221,7 @@ class StepTimer:
         config: resolved.
         iteration: iterations done before this start.
         peak_tflops: dense peak of one device in 16 bits, or None if unknown (then no mfu).
-        eight_bit_flops: of the model's FLOPs per token, those by units for 8 bits, whose peak is
-        twice as high.
+        eight_bit_flops: FLOPs per token on 8-bit units, whose peak is twice as high.
     """
 
     def __init__(
@@ -278,14 +277,14 @@ class StepTimer:
                 pauses[kind] = pauses.get(kind, 0.0) + seconds
 
     def end_step(self, iteration: int) -> None:
-        """Count one step for the forecast. On a GPU the step may still run; the one before it has
+        """Count one step for the forecast. On a GPU the step may still run; the previous one has
         ended."""
         end = self._mark(iteration)
         self._forecast.add(iteration, end.seconds - self._step.seconds, self._pauses_s)
         self._step, self._pauses_s = end, {}
 
     def pace(self, iteration: int) -> Numbers:
-        """Return the numbers of the progress bar at the usual pace of a step; empty if unknown."""
+        """Return the progress bar's numbers at a step's usual pace; empty if unknown."""
         seconds = self._forecast.sample_s()
         return {**self._rates(1 / seconds), **self._remaining(iteration)} if seconds else {}
 
@@ -295,15 +294,15 @@ class StepTimer:
         The caller has waited for the device (by reading the loss).
 
         Returns:
-            the part of the metrics record, and values for the log file only
-            (`average_step_time_ms`, `remaining_seconds`, `completion_date`). Both are empty without
-            an iteration since the last lap.
+            Part of the metrics record, and values for the log file only (`average_step_time_ms`,
+                `remaining_seconds`, `completion_date`). Both are empty without an iteration since
+                the last lap.
         """
         if iteration <= self._lap.iteration:
             return {}, {}
         end = self._mark(iteration)
         self._laps += 1
-        # the first lap includes compilation and allocation and would spoil the mean
+        # The first lap includes compilation and allocation and would distort the mean.
         if self._laps == 2:
             self._run = self._lap
         record = self._rates_between(self._lap, end)
@@ -311,7 +310,7 @@ class StepTimer:
         self._lap, self._lap_pauses_s = end, {}
         average_s = (end.seconds - self._run.seconds) / (iteration - self._run.iteration)
         more: JsonObject = {"average_step_time_ms": average_s * 1e3, **self._remaining(iteration)}
-        # a completion date beyond the year 9999 is left out
+        # A completion date beyond the year 9999 is skipped.
         with contextlib.suppress(OverflowError, KeyError):
             more["completion_date"] = (now or datetime.now()) + timedelta(
                 seconds=more["remaining_seconds"]
@@ -319,8 +318,8 @@ class StepTimer:
         return record, more
 
     def glance(self, iteration: int) -> Numbers:
-        """Return the console's numbers: rates since the last glance, and the time left. The lap
-        continues."""
+        """Return the console's numbers: rates since the last glance, and the remaining time. The
+        lap continues."""
         before, self._glance = self._glance, self._mark(iteration)
         return {**self._rates_between(before, self._glance), **self._remaining(iteration)}
 

@@ -1,9 +1,9 @@
-"""--preflight: measure every machine and link before a long run, and name the odd one.
+"""Measure every machine and link before a long run, and name the odd one (--preflight).
 
-Every rank reports its versions and clock, and multiplies matrices whose product is known to the
-bit. In each group that the run uses, neighbours exchange a buffer. A link is slow compared with the
-other links of its kind (between machines, or within one), with itself at an earlier start on the
-same machines, or with any network.
+Every rank reports its versions and clock, and multiplies matrices with a bit-exactly known product.
+In each group that the run uses, neighbours exchange a buffer. A link is slow compared with other
+links of its kind (between machines, or within one), with an earlier start on the same machines, or
+with any network.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from megatron_lite.run.progress_line import aligned
 
 FILE_NAME = "preflight.json"
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers")
-REPEATS = 3  # of an exchange, and of a look at the clocks; the best counts
+REPEATS = 3  # exchanges, and clock readings; the best counts
 BUFFER_BYTES = {"cpu": 4 * MIB, "cuda": 64 * MIB}
 LARGEST_SKEW_S = 1.0
 SLOW_SHARE = 0.25
-LEAST_MB_S = 10.0  # of a network of 100 Mbit/s
+LEAST_MB_S = 10.0  # a network of 100 Mbit/s
 SIDE, NONZERO = 512, 16  # of the matrices; see `multiply`
 
-Links = Mapping[tuple[int, int], float]  # ranks, the lower one first -> MB/s in each direction
+Links = Mapping[tuple[int, int], float]  # ranks, lower one first -> MB/s in each direction
 
 
 class Facts(NamedTuple):
     """Measurements of one rank."""
 
     host: str
-    machine: str  # distinguishes hosts of one name, and containers
+    machine: str  # distinguishes hosts with equal names, and containers
     versions: dict[str, str]
     clock_s: float  # how far its clock is ahead of rank 0's
-    is_right: bool  # its product
+    is_right: bool  # whether its product is
     tflops: float
     links: list[tuple[list[int], float]]  # a pair of ranks, the lower one first, and its MB/s
 
@@ -65,10 +65,10 @@ class Facts(NamedTuple):
 def preflight(
     distributed: Distributed, dtype: torch.dtype, folder: Path | None, lack: str | None
 ) -> None:
-    """Measure, log a table, and write the figures into `folder`; all ranks call this together.
+    """Measure, log a table, and write the figures into `folder`. Collective.
 
-    dtype: of the product. folder: the artifacts of this start. lack: on rank 0, which space is
-    missing for checkpoints.
+    dtype: of the product. folder: this start's artifacts. lack: on rank 0, which space is missing
+    for checkpoints.
 
     Raises: on every rank, naming each odd one: UsageError for versions, NumericsError for a
         product, LinkError for a link or a clock, StorageError for space.
@@ -112,7 +112,7 @@ def preflight(
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of what computes, by name; of a GPU also its kind."""
+    """Return the versions of the computing software by name, and a GPU's kind."""
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         installed = metadata.distributions(name=name)
@@ -124,10 +124,10 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> tuple[bool, float]:
-    """Return whether two products are right to the bit, and the TFLOP/s of the second.
+    """Return whether two products are bit-exact, and the TFLOP/s of the second.
 
-    Entries are -1, 0 and 1, with so few others than 0 in a row that every sum of some of them is a
-    whole number up to 256, which each dtype holds exactly, in whatever order a library sums.
+    Entries are -1, 0 and 1, with so few nonzeros per row that every partial sum is an integer up to
+    256, which each dtype represents exactly, in whatever order a library sums.
     """
     tiles = 16 if device.type == "cuda" else 1  # 8,192 rows
     generator = torch.Generator().manual_seed(0)
@@ -185,14 +185,13 @@ def _links(distributed: Distributed) -> list[tuple[list[int], float]]:
 
 
 def _turns(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours around a ring of this size, in turns in which no rank has
-    two."""
+    """Return the pairs of neighbours around a ring, in turns in which no rank has two."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)]
     return [turn for turn in (pairs[::2], pairs[1::2], [(0, size - 1)] if size > 2 else []) if turn]
 
 
 def _exchange_s(group: Group, own: torch.Tensor, other: torch.Tensor, peer: int) -> float:
-    """Return the seconds of the fastest of some exchanges; a first one connects the ranks."""
+    """Return the seconds of the fastest of several exchanges; a first one connects the ranks."""
     times_s = []
     for _ in range(1 + REPEATS):
         start_s = time.perf_counter()
@@ -207,7 +206,7 @@ def _exchange_s(group: Group, own: torch.Tensor, other: torch.Tensor, peer: int)
 
 
 def table(ranks: Sequence[Facts], links: Links) -> list[str]:
-    """Return the lines of a table with a row per machine."""
+    """Return a table's lines, one row per machine."""
     rows = [("preflight", "ranks", "clock", "product", "TFLOP/s", "slowest link")]
     for machine in dict.fromkeys(facts.machine for facts in ranks):
         own = [rank for rank, facts in enumerate(ranks) if facts.machine == machine]
@@ -232,7 +231,7 @@ def table(ranks: Sequence[Facts], links: Links) -> list[str]:
 def problems(
     ranks: Sequence[Facts], links: Links, earlier: Links
 ) -> Iterator[tuple[type[RunError], str]]:
-    """Yield each problem with the kind of its error. earlier: links at an earlier start on the same
+    """Yield each problem with its error class. earlier: links at an earlier start on the same
     machines."""
     for name in ranks[0].versions:
         found: dict[str, list[str]] = {}
@@ -271,8 +270,8 @@ def problems(
 def _slow(
     ranks: Sequence[Facts], links: Links, earlier: Links
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the slow links, and compared with what. Links of CPUs within a machine rest on what
-    else it does."""
+    """Yield the slow links, and compared with what. Links within a machine of CPUs depend on its
+    load."""
     on_gpus = any("GPU" in facts.versions for facts in ranks)
     for is_between, kind in ((True, "between machines"), (False, "within a machine")):
         alike = {
@@ -293,12 +292,12 @@ def _slow(
 
 
 def _record(folder: Path, machines: list[str], links: Links) -> Links:
-    """Write this start's figures into its folder; return the links at the latest start that had the
-    same machines."""
+    """Write this start's figures into its folder; return the links at the latest start on the same
+    machines."""
     earlier: Links = {}
     starts = folder.parent.parent.glob(f"*/{folder.name}/{FILE_NAME}")
     for path in sorted(starts, key=lambda path: path.stat().st_mtime, reverse=True):
-        # a damaged file compares nothing
+        # a damaged file is not compared
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             if record["machines"] == machines:

@@ -1,8 +1,8 @@
-"""A step's order as a line, as text and as a picture: ranks of the pipeline as rows, time to the
+"""Draw a step's order as a line, as text and as a picture: pipeline ranks as rows, time to the
 right, bubbles empty.
 
-Times are those that the schedule was made with (`planner/durations.py`); without a pipeline, all
-passes take equally long. Upper and lower case tell the chunks of a rank apart.
+Times are the schedule's estimates (`planner/durations.py`); without a pipeline, all passes take
+equally long. Upper and lower case distinguish a rank's chunks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_lite.zero.schedule import Order
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weights": "W"}
 LEGEND = "F: forward pass of a micro-batch, B: backward, I: its gradients of inputs, W: its gradients of weights"
-COLUMNS, UNIT = 108, 3  # of text: at most, and for a forward pass if there is room
-# for a forward pass, of all, of a row, and left of them
+COLUMNS, UNIT = 108, 3  # of text: at most, and per forward pass if there is room
+# per forward pass, in total, per row, and left of the rows
 PIXELS = 24
 MOST_PIXELS = 20_000
 ROW = 28
@@ -35,7 +35,7 @@ STYLE = (
 
 
 class Bar(NamedTuple):
-    """Passes of a micro-batch through stages of a chunk, one right after the other."""
+    """Passes of a micro-batch through a chunk's stages, directly after one another."""
 
     label: str
     start: float
@@ -43,7 +43,7 @@ class Bar(NamedTuple):
 
 
 def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Path | None) -> None:
-    """Log the text; write the picture to schedule.svg in `artifacts`, if there is this folder."""
+    """Log the text; write the picture to schedule.svg in `artifacts`, if that folder exists."""
     step = DrawnStep(order, batch)
     for line in step.lines():
         logger.info(line)
@@ -52,7 +52,7 @@ def draw(order: Order, batch: BatchConfig, logger: logging.Logger, artifacts: Pa
 
 
 class DrawnStep:
-    """The largest batch's step, simulated once. rows: the bars of each rank. unit: duration of most
+    """The largest batch's step, simulated once. rows: each rank's bars. unit: duration of most
     forward passes."""
 
     def __init__(self, order: Order, batch: BatchConfig) -> None:
@@ -83,7 +83,7 @@ class DrawnStep:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the text, `COLUMNS` wide at most."""
+        """Yield the text, at most `COLUMNS` wide."""
         duration = self.timeline.duration
         columns = min(COLUMNS, math.ceil(UNIT * duration / self.unit - 1e-6))
         yield f"schedule of a step ({LEGEND}; dots: bubble)"

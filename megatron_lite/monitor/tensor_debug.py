@@ -1,7 +1,7 @@
-"""Tensors in the log, to find where a run goes wrong: --debug_layer_outputs and its siblings.
+"""Log tensors to find where a run goes wrong: --debug_layer_outputs and its siblings.
 
-Every rank takes part, in the same order, because collectives assemble global tensors, which rank 0
-alone logs; with a pipeline, the first rank of each pipeline rank logs those of its stages.
+Every rank takes part, in the same order, because collectives assemble global tensors, which only
+rank 0 logs; with a pipeline, the first rank of each pipeline rank logs its stages' tensors.
 Everything here reads the device and is slow. With every level at 0 there is no debugger, and steps
 cost nothing extra.
 """
@@ -38,14 +38,14 @@ LEVELS = tuple(
 
 
 class CopyCheck:
-    """--debug_tensor_parallel: compares, bit by bit, what the ranks of a tensor-parallel group must
-    hold alike.
+    """Compares, bit by bit, what must match within a tensor-parallel group
+    (--debug_tensor_parallel).
 
     Weights and reduced gradients are compared on the shards, where several ranks have copies; layer
     outputs and the gradients of layer inputs unless the ranks split their tokens. All ranks take
     part, in the same order.
 
-    splits_tokens: each rank has the hidden states of some of the tokens.
+    splits_tokens: each rank has some tokens' hidden states.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class CopyCheck:
         self._distributed = distributed
         self._logger = logger
         self._splits_tokens = splits_tokens
-        self._found: list[str] = []  # of this rank's group, on its first rank
+        self._found: list[str] = []  # in this rank's group, on its first rank
         self._compared = 0  # tensors
 
     def layer(self, name: str, tensor: Tensor) -> None:
-        """Compare the output of a layer or the gradient of its input."""
+        """Compare a layer's output or its input's gradient."""
         if tensor.dim() and self._splits_tokens:
             return
         copies = self._distributed.tensor.gathered(tensor.detach().contiguous(), "debug")
         self._compare(name, copies, tuple(range(len(copies))))
 
     def shard(self, what: str, replicas: Replicas | None, shard: Tensor) -> None:
-        """Compare the elements of a shard that several ranks have. what: "init", "gradient" or
+        """Compare a shard's elements with copies on several ranks. what: "init", "gradient" or
         "update"."""
         if replicas is None or not replicas.copied:
             return
@@ -113,7 +113,7 @@ class CopyCheck:
 def open_debugger(
     config: Config, logger: logging.Logger, distributed: Distributed, artifacts: Path | None
 ) -> TensorDebugger | None:
-    """Return the debugger that the debug options ask for, or None if they ask for nothing.
+    """Return the debugger for the debug options, or None if none is set.
 
     artifacts: the folder for --save_tensor_logs, or None to write nothing.
     """
@@ -136,11 +136,10 @@ def open_debugger(
 
 @dataclass(eq=False)
 class TensorDebugger:
-    """Logs tensors inside `phase`; `attach` makes it the observer of the stages.
+    """Logs tensors inside `phase`; `attach` makes it the stages' observer.
 
-    The model is anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the
-    sequence length, if the ranks of a tensor-parallel group split the tokens; None: each rank has
-    all tokens.
+    The model may be anything with the `observe` and `parts` of `zero.MultiStage`. split_length: the
+    sequence length, if tensor-parallel ranks split the tokens; None: each rank has all tokens.
     """
 
     config: RunConfig
@@ -156,7 +155,7 @@ class TensorDebugger:
     _device: torch.device = torch.device("cpu")  # of the layers, once one has reported
 
     def attach(self, model: Any) -> None:
-        """Have the stages report their layers, if an option needs that."""
+        """Make the stages report their layers, if an option needs that."""
         layers = self.levels["debug_layer_outputs"] or self.levels["debug_layer_gradients"]
         if layers or self.config.debug_activation_memory or self.copies is not None:
             model.observe(self)
@@ -177,7 +176,7 @@ class TensorDebugger:
             self._save(self.artifacts, name)
 
     def _save(self, artifacts: Path, phase: str) -> None:
-        """Write the file of a phase; a full disk costs the file, not the run."""
+        """Write a phase's file; a full disk costs the file, not the run."""
         path = artifacts / f"tensor_logs_{phase}_rank_{self.distributed.rank:03d}.safetensors"
         ranks = {"rank": str(self.distributed.rank), "world_size": str(self.distributed.world_size)}
         about = {"phase": phase, **ranks, "global": str(int(self.config.debug_global_tensors))}
@@ -193,7 +192,7 @@ class TensorDebugger:
     # ------------------------------------------------------------------------------------
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
-        """Log the output of a layer: (b, s, h), or the summed loss, () (--debug_layer_outputs)."""
+        """Log a layer's output: (b, s, h), or the summed loss, () (--debug_layer_outputs)."""
         self._layer(f"{name} fw", output, self.levels["debug_layer_outputs"], micro_batch)
 
     def layer_gradient(self, name: str, gradient: Tensor | None, micro_batch: int) -> None:
@@ -207,7 +206,7 @@ class TensorDebugger:
         name = f"{name}, mb={micro_batch + 1}/{self.micro_batches}"
         if tensor is not None:
             self._device = tensor.device
-        if self.config.debug_activation_memory:  # before anything here takes memory
+        if self.config.debug_activation_memory:  # before anything here allocates memory
             self.logger.info("%s | %s | memory: %s", self._phase, name, memory_in_use(self._device))
         if self.copies is not None and tensor is not None:
             self.copies.layer(name, tensor)
@@ -219,8 +218,8 @@ class TensorDebugger:
             self._log(name, tensor, level)
 
     def _joined(self, tensors: Tensor) -> Tensor:
-        """Join the tensors of all ranks of a stage, (ranks, ...): those of a tensor-parallel group
-        are neighbours."""
+        """Join the tensors of a stage's ranks, (ranks, ...), where a tensor-parallel group's ranks
+        are adjacent."""
         if self.split_length is not None and tensors.dim() > 1:
             return tensors.view(-1, self.split_length, tensors.shape[-1])
         return join_ranks(tensors[:: self.distributed.tensor.world_size])  # equal within a group
@@ -244,7 +243,7 @@ class TensorDebugger:
     def gradients_reduced(self, model: Any) -> None:
         """Log gradients summed over ranks and micro-batches, still multiplied by the loss scale.
 
-        Per stage in one tensor, without padding (--debug_param_gradients), and per parameter
+        In one tensor per stage, without padding (--debug_param_gradients), and per parameter
         (--debug_all_param_gradients).
         """
         whole, each = self.levels["debug_param_gradients"], self.levels["debug_all_param_gradients"]
@@ -311,8 +310,8 @@ class TensorDebugger:
 
 
 def join_ranks(tensors: Tensor) -> Tensor:
-    """(ranks, b, ...) -> (ranks * b, ...), or add up scalars, (ranks,), which are sums over tokens
-    (the loss)."""
+    """Reshape (ranks, b, ...) to (ranks * b, ...), or add up scalars, (ranks,), which are sums over
+    tokens (the loss)."""
     return tensors.flatten(0, 1) if tensors.dim() > 1 else tensors.double().sum().to(tensors.dtype)
 
 

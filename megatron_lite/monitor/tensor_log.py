@@ -1,9 +1,9 @@
-"""Summaries of tensors logged for debugging, and the files that hold them.
+"""Summarize tensors logged for debugging, and store the summaries in files.
 
-The level says how much is logged: 1 shape, dtype and device; 2 also statistics; from 3 on also
-2**(level - 3) samples, spread evenly over the flattened tensor. A file is an ordinary safetensors
-file: samples by name, the rest as JSON in its metadata. `scripts/compare_tensor_logs.py` compares
-two files.
+The level determines how much is logged: 1 shape, dtype and device; 2 also statistics; from 3 on
+also 2**(level - 3) samples, spread evenly over the flattened tensor. A file is an ordinary
+safetensors file: samples by name, the rest as JSON in its metadata.
+`scripts/compare_tensor_logs.py` compares two files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_lite.run.durable_files import replace_file
 # Elements converted to fp64 at a time; keeps temporaries below about 100 MiB.
 CHUNK_NUMEL = 2**22
 FORMAT = "megatron_lite tensor log 1"
-SHOWN_SAMPLES = 8  # in a line of the log
+SHOWN_SAMPLES = 8  # in a log line
 
 
 class Statistics(NamedTuple):
@@ -57,7 +57,7 @@ class TensorEntry(NamedTuple):
     samples: Tensor | None = None  # level 3: fp32 (n,), on the CPU
 
     def line(self) -> str:
-        """Return the line for the log, with the first samples."""
+        """Return the log line, with the first samples."""
         parts = [self.name, f"{self.shape} {self.dtype} {self.device}"]
         if self.statistics is not None:
             parts.append(f"mean {self.statistics.mean:.4e}, std {self.statistics.std:.4e}")
@@ -73,8 +73,8 @@ class TensorEntry(NamedTuple):
 
 
 def summarize(name: str, tensor: Tensor, level: int) -> TensorEntry:
-    """Summarize a floating-point tensor of any shape as far as `level` says; reads the device from
-    level 2 on."""
+    """Summarize a floating-point tensor of any shape at `level`; reads the device from level 2
+    on."""
     flat = tensor.detach().reshape(-1)
     return TensorEntry(
         name=name,
@@ -105,7 +105,7 @@ def take_samples(flat: Tensor, count: int) -> Tensor:
 
 
 def canonical(chunk: Tensor) -> Tensor:
-    """Return one value for both zeros, and one for all NaNs: a log treats them as equal."""
+    """Map both zeros to one value, and all NaNs to one: a log treats them as equal."""
     return torch.where(chunk.isnan(), torch.nan, chunk) + 0.0  # -0.0 + 0.0 is 0.0
 
 

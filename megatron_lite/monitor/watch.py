@@ -1,7 +1,7 @@
-"""--watch: statistics of gradients, weights, updates and optimizer state every few iterations, on
-the shards.
+"""Statistics of gradients, weights, updates and optimizer state every few iterations, on the shards
+(--watch).
 
-Each rank summarizes its slices of the parameters on its device, without elements that count on
+Each rank summarizes its slices of the parameters on its device, skipping elements that count on
 another rank. One gather at the end of the step joins the ranks; rank 0 reads the result and sends
 it to the trackers. Other steps do nothing. Results do not depend on the ZeRO stage: sums are in
 fp64, counts are exact.
@@ -11,8 +11,8 @@ fp64, counts are exact.
     updates     weights after minus weights before
     exp_avg...  the optimizer's state after the update, by its name
 
-Frozen parameters have none of these. Updates need the old weights, of one stage's shard at a time,
-in a buffer as large as the largest shard (4 bytes per element), which is allocated once.
+Frozen parameters have none of these. Updates need the old weights, one stage's shard at a time, in
+a buffer as large as the largest shard (4 bytes per element), allocated once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EDGES = (*(-power for power in reversed(_POWERS)), *_POWERS)
 
 
 class Summary(NamedTuple):
-    """Statistics of all elements of a tensor, or of several together."""
+    """Statistics of all elements of one or several tensors."""
 
     norm: float
     rms: float  # root of the mean square
@@ -60,15 +60,15 @@ class Summary(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Numbers of elements between fixed edges; the first and last bins include everything beyond
-    the edges."""
+    """Counts of elements between fixed edges; the first and last bins include everything beyond the
+    edges."""
 
     counts: Sequence[int]
     edges: Sequence[float]  # one more than counts
     squares: float  # sum over all elements
 
     def trimmed(self) -> tuple[int, Sequence[int]]:
-        """Return the first bin in use, and the counts from there to the last bin in use."""
+        """Return the index of the first used bin, and the counts from there to the last one."""
         used = [place for place, count in enumerate(self.counts) if count] or [0]
         return used[0], self.counts[used[0] : used[-1] + 1]
 
@@ -114,8 +114,8 @@ class Watched:
                 yield f"watch/{target}/histogram/{name}", histogram
 
     def as_json(self) -> JsonObject:
-        """Return the content of a line of watch.jsonl: statistics to six digits; null where JSON
-        has no number."""
+        """Return a line's content for watch.jsonl: statistics to six digits; null where JSON has no
+        number."""
         found: JsonObject = {"statistics": Summary._fields}
         for key, targets in (("parameters", self.parameters), ("layers", self.layers)):
             for target, by_name in targets.items():
@@ -138,7 +138,7 @@ def _short(value: float) -> float | None:
 
 
 class Row(NamedTuple):
-    """A parameter in the table of a target."""
+    """A parameter in a target's table."""
 
     place: int
     layer: str
@@ -147,10 +147,10 @@ class Row(NamedTuple):
 
 @dataclass
 class TargetTable:
-    """Sum of squares, largest element, zeros and optionally a histogram of each parameter of a
+    """Each parameter's sum of squares, largest element, zeros and optional histogram, for one
     target."""
 
-    rows: dict[str, Row]  # by name of the parameter
+    rows: dict[str, Row]  # by parameter name
     values: Tensor  # (rows, 3 or 3 + bins) fp64; zeros where another rank has the parameter
 
 
@@ -186,15 +186,15 @@ class Watch:
         self._tables: dict[str, TargetTable] = {}
 
     def follow(self, iteration: int, updated: Updated) -> Updated:
-        """Return the function for the optimizer to call after each stage: `updated`, with
-        statistics in a watched step.
+        """Return the optimizer's callback after each stage: `updated`, with statistics in a watched
+        step.
 
         Call between the gradients and the update.
         """
         if iteration % self._options.watch_interval or not self._all_parts:
             return updated
         self._tables = {target: self._new_table(target) for target in self._targets()}
-        if not self._parts:  # other pipeline ranks have something to say
+        if not self._parts:  # other pipeline ranks have something to report
             self._send(iteration)
             return updated
         if "grads" in self._tables:
@@ -224,7 +224,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------
 
     def _targets(self) -> Iterator[str]:
-        """Yield the names of the targets; `opt_state` stands for every kind of optimizer state."""
+        """Yield the targets' names; `opt_state` is expanded to every kind of optimizer state."""
         for target in self._options.watch:
             if target == "opt_state":
                 kinds = dict.fromkeys(
@@ -251,8 +251,8 @@ class Watch:
         )
 
     def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
-        """Summarize this rank's pieces of a part's parameters; `read` returns the elements of the
-        shard in a slice."""
+        """Summarize this rank's pieces of a part's parameters; `read` returns a slice of the
+        shard."""
         table, rank = self._tables[target], self._distributed.data.rank
         for slot, start, end in part.layout.pieces(rank):
             first = slot.offset + start - part.layout.start(rank)
@@ -266,7 +266,7 @@ class Watch:
                 table.values[row.place] = summarize(map(read, cut), target == SQUARED, self._bins)
 
     def _keep_weights(self, part: FlatShard) -> None:
-        """Copy the weights of a shard before its update, if updates are watched."""
+        """Copy a shard's weights before its update, if updates are watched."""
         if "updates" in self._tables:
             for bounds in chunk_bounds(self._old, 0, part.layout.shard_numel):
                 self._old[bounds].copy_(part.weights.read(bounds))
@@ -300,7 +300,7 @@ class Watch:
 
 
 def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:
-    """Return (sum of squares, largest absolute value, zeros) of flat tensors together, (3,) fp64;
+    """Return (sum of squares, largest absolute value, zeros) of several flat tensors, (3,) fp64;
     reads no device.
 
     wide: the elements are squares, whose own squares fp32 may lose. bins: from `bin_places`, to
@@ -351,10 +351,10 @@ def bin_places(device: torch.device) -> Tensor:
 def results(
     tables: Mapping[str, TargetTable], scale: float, per_layer: bool
 ) -> tuple[dict[str, float], Watched]:
-    """Return the record for metrics.jsonl, over all parameters, and the statistics of each (reads
+    """Return the record for metrics.jsonl, over all parameters, and each one's statistics (reads
     the device).
 
-    scale: factor on the gradients. per_layer: also the statistics of each layer.
+    scale: factor on the gradients. per_layer: also return each layer's statistics.
     """
     record: dict[str, float] = {}
     parameters = {}
@@ -383,7 +383,7 @@ def results(
 
 
 def summarize_groups(values: Tensor, numels: Tensor, groups: Sequence[str]) -> dict[str, Summary]:
-    """Summarize the rows of each group together. values: as of a `TargetTable`. numels: (rows,)
+    """Summarize each group of rows together. values: as in a `TargetTable`. numels: (rows,)
     fp64."""
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     index = torch.tensor([places[group] for group in groups])

@@ -1,1 +1,1 @@
-"""Profiles of a few iterations: PyTorch's profiler, and the time of each step of the schedule."""
+"""Profile a few iterations: PyTorch's profiler, and the time of each step of the schedule."""

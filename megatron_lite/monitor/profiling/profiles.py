@@ -1,5 +1,4 @@
-"""The profiles of one start of a run on one rank: when they begin and end, and where their results
-go.
+"""The profiles of one start on one rank: when they begin and end, and where their results go.
 
 PyTorch's profiler gives a Chrome trace and tables of operations; `schedule_times` records the steps
 of the schedule.
@@ -36,13 +35,13 @@ from megatron_lite.run.durable_files import replace_file
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.stage import Stage
 
-# (verb, stage, micro-batch or None) -> the block in which the verb runs
+# (verb, stage, micro-batch or None) -> the context in which the verb runs
 Around = Callable[[str, int, int | None], contextlib.AbstractContextManager[Any]]
-MOST_ROWS, NAME_WIDTH = 100, 80  # of the table of operations: rows, and columns of a name
+MOST_ROWS, NAME_WIDTH = 100, 80  # table of operations: rows, and columns of a name
 
 
 class OperationProfile:
-    """A profile by PyTorch's profiler, which warms up until the first `begin`."""
+    """A PyTorch profile, which warms up until the first `begin`."""
 
     def __init__(self, config: ProfilingConfig, device_type: str) -> None:
         self._on_gpu = config.profile_cuda and device_type == "cuda"
@@ -50,7 +49,7 @@ class OperationProfile:
             ProfilerActivity.CUDA
         ] * self._on_gpu
         self._profile = profile(activities=activities)
-        self._iteration = contextlib.ExitStack()  # holds the range of an iteration
+        self._iteration = contextlib.ExitStack()  # the range of an iteration
         self._is_warm = False
         self._profile.prepare_trace()
 
@@ -69,7 +68,7 @@ class OperationProfile:
         self._iteration.close()
 
     def stop(self) -> None:
-        """End the recording; a warm-up without an iteration has an empty one."""
+        """End the recording; a warm-up without iterations has an empty one."""
         self.end()
         self._record()
         self._profile.stop_trace()
@@ -93,14 +92,14 @@ class OperationProfile:
                 left.unlink(missing_ok=True)
 
     def table(self) -> str:
-        """Return the table of operations, sorted by the time that each takes by itself."""
+        """Return the table of operations, sorted by self time."""
         order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         averages = self._profile.key_averages()
         return averages.table(sort_by=order, row_limit=MOST_ROWS, max_name_column_width=NAME_WIDTH)
 
 
 class WatchedStage:
-    """A stage whose verbs run inside blocks: named ranges, or stop watches."""
+    """A stage whose verbs run inside contexts: named ranges, or stop watches."""
 
     def __init__(self, stage: Stage, arounds: Sequence[Around]) -> None:
         self._stage, self._arounds = stage, arounds
@@ -126,10 +125,9 @@ def open_profiles(
     folder: Path | None,
     model: MultiStage,
 ) -> Profiles | None:
-    """Return the profiles that the options ask for on this rank, or None. All ranks call this.
+    """Return the profiles that the options request on this rank, or None. Collective.
 
-    Call before the weights are loaded: timing a collective alone leaves garbage in the gradient
-    buffers.
+    Call before the weights are loaded: timing a collective alone overwrites the gradient buffers.
 
     folder: for the results; None writes nothing.
     """
@@ -156,10 +154,10 @@ def open_profiles(
 
 @dataclass(eq=False)
 class Profiles:
-    """`begin` comes before the first iteration of a start, `iteration_done` after each, and `close`
-    at the end.
+    """Profiles a run: `begin` precedes a start's first iteration, `iteration_done` follows each,
+    `close` the last.
 
-    An iteration of warm-up follows those to skip. Before and after it the model runs as without a
+    A warm-up iteration follows those to skip. Before and after it the model runs as without a
     profile. with_operations: run PyTorch's profiler. alone_s: seconds of a collective with nothing
     else running, by (kind, stage).
     """
@@ -174,17 +172,17 @@ class Profiles:
     _done: int = 0  # iterations of this start
     _operations: OperationProfile | None = None
     _schedule: ScheduleRecorder | None = None
-    _first: int = 0  # iteration of the profile under way; 0: none so far
-    _last: int = 0  # iteration that is done
+    _first: int = 0  # iteration of the current profile; 0: none so far
+    _last: int = 0  # last iteration done
 
     def _place(self) -> int:
-        """Return the place of the next iteration in the profile: 0 is the warm-up, 1 to
+        """Return the next iteration's position in the profile: 0 is the warm-up, 1 to
         profile_active are recorded."""
         return self._done - self.config.profile_skip
 
     def iteration_done(self, iteration: int) -> None:
-        """End an iteration, and the profile if this was its last; prepare the next iteration. Call
-        on every rank."""
+        """End an iteration, and the profile if this was its last; prepare the next iteration.
+        Collective."""
         place = self._place()
         self._done, self._last = self._done + 1, iteration
         if self._schedule is not None:
@@ -196,9 +194,8 @@ class Profiles:
         self.begin(iteration + 1)
 
     def close(self) -> None:
-        """Write the iterations done so far of a profile under way. Call at the end, unless the run
-        failed: other ranks and the device may never answer then.
-        """
+        """Write the current profile's iterations so far. Call at the end, unless the run failed:
+        other ranks and the device may never answer then."""
         if 0 < self._first <= self._last:
             self._finish()
         self._leave()
@@ -214,7 +211,7 @@ class Profiles:
     # -------------------------------------------------------------------------------------------------
 
     def begin(self, iteration: int) -> None:
-        """Prepare an iteration: start or continue the profile, if it is a part of it."""
+        """Prepare an iteration: start or continue the profile, if it includes the iteration."""
         if self._place() == 0:
             self._watch()
         elif 0 < self._place() <= self.config.profile_active:
@@ -249,7 +246,7 @@ class Profiles:
         self._first = 0
 
     def _finish(self) -> None:
-        """End the profile under way and write its results; a full disk costs the results, not the
+        """End the current profile and write its results; a full disk costs the results, not the
         run."""
         operations = self._operations
         schedule = self._schedule
@@ -282,8 +279,8 @@ class Profiles:
         return self._write(name, lambda path: replace_file(path, data))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> list[Path]:
-        """Write one file of the folder; return its path, or nothing if there is no folder, or after
-        a failure."""
+        """Write one file into the folder; return its path, or nothing without a folder or after a
+        failure."""
         if self.folder is None:
             return []
         path = self.folder / name

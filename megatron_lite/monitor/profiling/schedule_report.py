@@ -1,7 +1,7 @@
-"""The times of a schedule as one line for the log, as tables, as a trace for a browser, and as a
-page of HTML.
+"""Report a schedule's times as a log line, as tables, as a trace for a browser, and as an HTML
+page.
 
-The page is one file that needs no network: a timeline to zoom, and the tables.
+The page is one file that needs no network: a zoomable timeline, and the tables.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_lite.run.progress_line import aligned
 
 Profile = Sequence[IterationTimes]  # its iterations, in order
 SHOWN_BEHIND = 2  # computations that overlap with a collective, in its row
-MOST_BARS = 20_000  # further iterations are left out
+MOST_BARS = 20_000  # further iterations are skipped
 ROW, BAR = 24, 20  # heights, in pixels
-# Classes of bars, by the first word of an event; the others are steps that start collectives.
+# Classes of bars, by an event's first word; the others are steps that start collectives.
 KINDS = ("iteration", "forward", "backward", "gather", "reduce", "wait")
 STYLE = """
 :root { color-scheme: light dark; --ink: light-dark(#1e293b, #e2e8f0); --paper: light-dark(#fff, #0f172a) }
@@ -69,7 +69,7 @@ words.dataset.ready = "1";
 
 
 def mean_parts(profile: Profile) -> dict[str, float]:
-    """Return the seconds that each part of an iteration takes, as means over the iterations."""
+    """Return the seconds of each part of an iteration, as means over the iterations."""
     total = defaultdict[str, float](float)
     for times in profile:
         for name, seconds in parts(times).items():
@@ -78,8 +78,8 @@ def mean_parts(profile: Profile) -> dict[str, float]:
 
 
 def summary(profile: Profile) -> str:
-    """Return the line of the log: `schedule of iterations 3-4: 812.4 ms each: backward 55 %,
-    forward 30 %, ...`."""
+    """Return the log line: `schedule of iterations 3-4: 812.4 ms each: backward 55 %, forward 30 %,
+    ...`."""
     shares = mean_parts(profile)
     wall_s = sum(shares.values())
     shown = sorted(shares.items(), key=lambda item: -item[1])
@@ -90,13 +90,13 @@ def summary(profile: Profile) -> str:
 
 
 def iterations_of(profile: Profile) -> str:
-    """Return the iterations of a profile in words."""
+    """Return a profile's iterations in words."""
     return iterations_in_words(profile[0].iteration, profile[-1].iteration)
 
 
 def tables(profile: Profile, rank: int, world_size: int) -> str:
-    """Return three tables: parts of an iteration, steps by stage, collectives by stage; means over
-    the iterations."""
+    """Return three tables of means over the iterations: parts of an iteration, steps by stage,
+    collectives by stage."""
     shares = mean_parts(profile)
     shares["total"] = sum(shares.values())
     title = f"schedule of {iterations_of(profile)}, rank {rank} of {world_size}; numbers and times of one iteration"
@@ -156,8 +156,8 @@ def _transfer_rows(profile: Profile) -> Iterator[list[str]]:
 
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
-    """Name the computations that overlap longest with the collectives, each with its share of the
-    time."""
+    """Name the computations with the longest overlap with the collectives, each with its share of
+    the time."""
     window_s = sum(transfer.window_s for transfer, _ in group)
     behind = defaultdict[tuple[str, int], float](float)
     for transfer, times in group:
@@ -183,9 +183,9 @@ def _ms(seconds: float | None, number: int = 1) -> str:
 def trace_events(profile: Profile, rank: int) -> JsonObject:
     """Return a trace in the Trace Event Format, in microseconds from its first event.
 
-    One process per rank; thread 0 has the steps, with waits inside them, and the others the
-    collectives under way, as many at a time as there are threads. Files of several ranks can be
-    joined: append their `traceEvents`.
+    One process per rank; thread 0 shows the steps, with waits inside them, the others the
+    collectives in flight, as many at a time as there are threads. To join several ranks' files,
+    append their `traceEvents`.
     """
     begun_s = [transfer.under_way_s[0] for times in profile for transfer in times.transfers]
     origin_s = min([times.start_s for times in profile] + begun_s)
@@ -253,7 +253,7 @@ move; double click: everything.<br>{legend}</p>
 
 
 def _shown(profile: Profile) -> Iterator[IterationTimes]:
-    """Yield the first iterations: at least one, and as many as the page can hold."""
+    """Yield the first iterations: at least one, and as many as the page allows."""
     bars = 0
     for times in profile:
         bars += len(times.steps) + 2 * len(times.transfers) + 1
@@ -263,7 +263,7 @@ def _shown(profile: Profile) -> Iterator[IterationTimes]:
 
 
 def _timeline(profile: Profile, rank: int) -> str:
-    """Return the picture; its unit across is a microsecond."""
+    """Return the picture; its horizontal unit is a microsecond."""
     events = [event for event in trace_events(profile, rank)["traceEvents"] if event["ph"] == "X"]
     width = max(event["ts"] + event["dur"] for event in events)
     height = ROW * (1 + max(event["tid"] for event in events))
@@ -281,7 +281,7 @@ def _timeline(profile: Profile, rank: int) -> str:
             for key in event["args"]
             if "_ms" in key
         ]
-        # Waits and steps lie inside each other: the inner ones come later, in front.
+        # Waits and steps are nested: the inner ones come later, in front.
         bars.append(
             f'<rect class="{kind}" x="{event["ts"]:.1f}" y="{ROW * event["tid"] + (ROW - BAR) // 2}" '
             f'width="{max(event["dur"], 0.1):.1f}" height="{BAR}" data-name="{escape(", ".join(words))}"/>'

@@ -6,15 +6,15 @@ needed:
 
     posted ------- window: the computation continues ------- waits ---- exposed ---- done
 
-On a GPU collectives run one after the other, and the end of each is seen: it runs from its posting,
-or from the end of the one before if that is later, and the part before the wait is hidden. On CPU
-nothing tells when a transfer ends: `alone_s`, its duration with nothing else running, stands for
-its duration, and what was not exposed of it was hidden, at most the window. The exposed time
+On a GPU collectives run one after the other, and the end of each is known: it runs from its
+posting, or from the end of the previous one if that is later, and the part before the wait is
+hidden. On CPU the end of a transfer is unknown: `alone_s`, its duration with nothing else running,
+is taken as its duration; the part not exposed is hidden, at most the window. The exposed time
 includes the wait for slower ranks.
 
 A recorder marks each verb of a stage and each wait. On CPU a mark is a time. On a GPU it is an
 event on the compute stream, so that nothing is read before the profile ends; a second stream waits
-for each collective and records when that has arrived.
+for each collective and records its arrival.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Mark = Any  # a point in time; only the clock that made it can read it
 
 
 def range_name(verb: str, stage: int | None, micro_batch: int | None = None) -> str:
-    """Return the name of a verb or collective in traces and tables: `forward stage 2, micro-batch
+    """Return a verb's or collective's name in traces and tables: `forward stage 2, micro-batch
     0`."""
     if stage is None:
         return verb
@@ -53,10 +53,9 @@ def iterations_in_words(first: int, last: int) -> str:
 
 @dataclass
 class Transfer:
-    """One collective that was waited for in the iteration; it may have been posted in the one
-    before.
+    """One collective that the iteration waited for, possibly posted in the previous one.
 
-    Times here are seconds on one clock; while a schedule is recorded, they are marks of the clock.
+    Times here are seconds on one clock; during recording, they are the clock's marks.
     """
 
     kind: str  # as in `distributed.traffic`
@@ -70,7 +69,7 @@ class Transfer:
 
     @property
     def exposed_s(self) -> float:
-        """Time that the computation stood still."""
+        """Time that the computation waited."""
         return self.done_s - self.waits_s
 
     @property
@@ -124,8 +123,8 @@ class TimedVerb:
 
 @dataclass
 class IterationTimes:
-    """All verbs and collectives of one iteration, in order, from the end of the one before to its
-    own end."""
+    """All verbs and collectives of one iteration, in order, from the previous iteration's end to
+    its own."""
 
     iteration: int
     start_s: float
@@ -135,8 +134,8 @@ class IterationTimes:
 
 
 def runs(posted_s: Sequence[float], arrived_s: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the span of each collective: it starts when it is posted, but not before the one
-    before has ended."""
+    """Return each collective's span: it starts when posted, but not before the previous one has
+    ended."""
     begun = [
         max(posted, before)
         for posted, before in zip(posted_s, [float("-inf"), *arrived_s], strict=False)
@@ -158,11 +157,11 @@ def hid_behind(transfer: Transfer, steps: Sequence[TimedVerb]) -> dict[tuple[str
 
 
 def parts(times: IterationTimes) -> dict[str, float]:
-    """Return the seconds that each part of the iteration takes; they add up to its wall time.
+    """Return the seconds of each part of the iteration; they add up to its wall time.
 
     `waits for <kind>` is the exposed time. `gaps` is the time between the steps of the schedule,
-    the throttle's on the host included. The schedule ends with the last "finish"; the gathers after
-    it are part of the optimizer's step.
+    including the host's throttle. The schedule ends with the last "finish"; the gathers after it
+    belong to the optimizer's step.
     """
     assert times.steps, "an iteration without steps"
     begins = times.steps[0].start_s
@@ -187,8 +186,8 @@ def parts(times: IterationTimes) -> dict[str, float]:
 
 
 class HostClock:
-    """Marks points in time on a CPU, where the arrival of a transfer is not seen before the wait
-    for it."""
+    """Marks points in time on a CPU, where a transfer's arrival is unknown before the wait for
+    it."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -213,14 +212,14 @@ class DeviceClock(HostClock):
         return event
 
     def arrival(self, work: Handle) -> Mark | None:
-        """Record an event after the collective, on a stream that nothing else uses; the host does
-        not wait."""
+        """Record an event after the collective, on a stream reserved for this; the host does not
+        wait."""
         with torch.cuda.stream(self._side):
             work.wait()
             return self.mark()
 
     def seconds(self, mark: Mark) -> float:
-        """Return the seconds since the clock was made. Waits for the mark."""
+        """Return the seconds since the clock was created. Waits for the mark."""
         mark.synchronize()
         return float(self._origin.elapsed_time(mark)) / 1e3
 
@@ -234,7 +233,7 @@ class ScheduleRecorder:
 
     def __init__(self, clock: HostClock, alone_s: Mapping[tuple[str, int | None], float]) -> None:
         self._clock, self._alone_s = clock, alone_s
-        self._verb: TimedVerb | None = None  # under way
+        self._verb: TimedVerb | None = None  # in progress
         self._posted: list[
             tuple[Transfer, Mark | None]
         ] = []  # every collective with its arrival, in order
@@ -253,7 +252,7 @@ class ScheduleRecorder:
             timed.end_s = self._clock.mark()
 
     def started(self, kind: str, bytes: int, work: Handle) -> Handle:
-        """Record a collective of the verb under way, and return a handle that records the wait for
+        """Record a collective of the current verb, and return a handle that records the wait for
         it."""
         stage = None if self._verb is None else self._verb.stage
         transfer = Transfer(
@@ -271,7 +270,7 @@ class ScheduleRecorder:
             self._verb.waits.append(transfer)
 
     def lap(self, iteration: int, keep: bool) -> None:
-        """End an iteration; `keep`: it is part of the profile, not of the warm-up."""
+        """End an iteration; `keep`: it belongs to the profile, not to the warm-up."""
         done, end = self._current, self._clock.mark()
         done.iteration, done.end_s = iteration, end
         if keep and done.steps:
@@ -279,10 +278,9 @@ class ScheduleRecorder:
         self._current = IterationTimes(0, end)
 
     def take(self) -> list[IterationTimes]:
-        """Return the iterations that were kept, in seconds. Call after the device has done its
-        work."""
+        """Return the recorded iterations, in seconds. Synchronize the device first."""
         seconds, kept = self._clock.seconds, self._kept
-        # Collectives without a wait so far were posted last, and may still be under way.
+        # Collectives without a wait so far were posted last, and may still be in flight.
         waited = [
             (transfer, arrival) for transfer, arrival in self._posted if transfer.done_s != math.inf
         ]

@@ -2,8 +2,8 @@
 
 One JSON object per line, each written by one `write` in append mode, so a line is complete or
 absent. Floats are in shortest round-trip form; NaN and infinities, which JSON lacks, become null. A
-start repairs a last line torn by a crash, then appends: where a resumed run repeats an iteration,
-the later line counts.
+start repairs a last line torn by a crash, then appends: if a resumed run repeats an iteration, the
+later line counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _REPAIR_BYTES = 1 << 20  # far longer than any line
 
 
 class MetricsFile(AppendFile):
-    """metrics.jsonl, open for appending. A line that cannot be written is lost, and the first loss
-    is reported.
+    """metrics.jsonl, open for appending. Lines that cannot be written are lost; the first loss is
+    reported.
 
     Raises:
         StorageError: if the file cannot be opened.
@@ -65,11 +65,10 @@ class MetricsFile(AppendFile):
 
 
 class WatchFile(MetricsFile):
-    """watch.jsonl, the statistics of each parameter that --watch asks for; see
-    docs/monitoring.md."""
+    """watch.jsonl, each parameter's statistics for --watch; see docs/monitoring.md."""
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
-        """Append the statistics that a record comes with, if any."""
+        """Append a record's statistics, if any."""
         if watched is not None:
             kept = {key: record[key] for key in ("phase", "iteration", "run", "time")}
             self.write_line(json.dumps({**kept, **watched.as_json()}, allow_nan=False))

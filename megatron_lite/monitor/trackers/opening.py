@@ -1,4 +1,4 @@
-"""The destinations of metrics that --trackers asks for, and the check of their packages."""
+"""Open the destinations of metrics for --trackers, and check their packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.exit_status import METRICS_FILE
 
 TENSORBOARD_FOLDER = "tensorboard"
-_PACKAGES = ("wandb", "tensorboard")  # trackers that are packages of this name
+_PACKAGES = ("wandb", "tensorboard")  # trackers that need a package of the same name
 Destination = MetricsFile | QueuedTracker  # neither blocks for long or raises
 
 
@@ -43,24 +43,24 @@ class Trackers:
         """Record metrics, at least `phase` and `iteration`; adds `run` and `time`, in seconds since
         1970.
 
-        Values are plain numbers or text, never tensors. watched: the statistics of --watch that the
-        record comes with.
+        Values are plain numbers or text, never tensors. watched: the record's statistics for
+        --watch.
         """
         record = {**record, "run": self._run, "time": round(time.time(), 3)}
         for destination in self._destinations:
             destination.log(record, watched)
 
     def close(self, exit_code: int) -> None:
-        """Close the files, send what is queued and finish the run in Weights & Biases. A second
-        call does nothing."""
+        """Close the files, send queued records and finish the Weights & Biases run. A second call
+        does nothing."""
         destinations, self._destinations = self._destinations, ()
         for destination in destinations:
             destination.close(exit_code)
 
 
 def check_trackers(config: Config) -> None:
-    """Check, before any work, that the packages of the trackers are installed and that the key file
-    is usable.
+    """Check, before any work, that the trackers' packages are installed and that the key file is
+    usable.
 
     Raises:
         UsageError: if not.
@@ -87,7 +87,8 @@ def open_trackers(
 
     Raises:
         UsageError: if a package cannot be imported, or the key file of Weights & Biases is
-        unusable. StorageError: if metrics.jsonl cannot be opened.
+            unusable.
+        StorageError: if metrics.jsonl cannot be opened.
     """
     options = config.tracking
     names = options.trackers if reports else ()
@@ -123,7 +124,7 @@ def own_class(name: str) -> Any:
     try:
         found = pkgutil.resolve_name(name)
         attrgetter("log", "close")(found)
-    except Exception as error:  # whatever the module does
+    except Exception as error:  # the module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UsageError(
             f"--trackers={name}: {reason}; docs/monitoring.md says what it needs"

@@ -1,7 +1,6 @@
-"""Destinations of metrics in a thread of their own, behind a bounded queue, so that they cannot
-delay training.
+"""Send metrics from a separate thread, behind a bounded queue, so that they cannot delay training.
 
-TensorBoard is one; `wandb_tracker` has the other.
+TensorBoard is one destination; `wandb_tracker` is the other.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from megatron_lite.monitor.metric_lines import Record
 from megatron_lite.monitor.watch import Watched
 
 STOPPED_LIMIT_S = 5.0
-CLOSE_TIMEOUT_S = 20  # of TensorBoard
-FLUSH_S = (
-    10  # at most this much is missing on TensorBoard's page of a run under way, or after a kill
-)
+CLOSE_TIMEOUT_S = 20  # for TensorBoard
+FLUSH_S = 10  # TensorBoard's page of a running or killed run lacks at most this much
 MAX_QUEUED_RECORDS = 1000
 MAX_QUEUED_WATCHED = 50  # while more records wait, they are sent without the statistics of --watch
 
@@ -29,10 +26,10 @@ class QueuedTracker:
     """Base class of the trackers that may be slow, unreachable, or raise.
 
     The methods that training calls put work into the queue and never raise; records beyond a full
-    queue are dropped and counted. Subclasses override the methods of the thread, which may block or
-    raise; it starts with `_begin`.
+    queue are dropped and counted. Subclasses override the thread's methods, which may block or
+    raise; the first is `_begin`.
 
-    keeps_lines: whether metrics.jsonl has all records, too.
+    keeps_lines: whether metrics.jsonl contains all records, too.
     """
 
     title = ""  # in messages
@@ -47,15 +44,15 @@ class QueuedTracker:
         self._thread = threading.Thread(target=self._work, name=self.title, daemon=True)
 
     def log(self, record: Record, watched: Watched | None = None) -> None:
-        """Queue a record, and the statistics of --watch that it comes with, for the thread."""
+        """Queue a record and its statistics for --watch."""
         if self._queue.qsize() > MAX_QUEUED_WATCHED:
-            watched = None  # statistics and histograms of a large model take megabytes
+            watched = None  # a large model's statistics and histograms take megabytes
         self._put(self._send, record, watched)
 
     def close(self, exit_code: int) -> None:
         """Send the queued records and end the thread, or give up after a time limit.
 
-        The limit is short for a run that was stopped: whoever stopped it may kill it soon, before
+        The limit is short for a run that was stopped, because it may be killed soon, before
         exit.json is written.
         """
         limit_s = (
@@ -82,7 +79,7 @@ class QueuedTracker:
                 get_logger().warning("%s is too slow; points are dropped%s", self.title, kept)
 
     def _abandon(self) -> None:
-        """Leave a hanging thread to the end of the process."""
+        """Abandon a hanging thread, which ends with the process."""
         get_logger().warning("%s does not answer; what is missing there is lost", self.title)
 
     # -- in the thread
@@ -120,11 +117,11 @@ class QueuedTracker:
         raise NotImplementedError
 
     def _end(self, exit_code: int) -> None:
-        """Send what is left and close the destination."""
+        """Send the rest and close the destination."""
         raise NotImplementedError
 
     def _leave(self) -> None:
-        """Release what a failed start or end has left."""
+        """Release everything that a failed start or end has left open."""
 
     def _describe(self, error: Exception) -> str:
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -132,8 +129,8 @@ class QueuedTracker:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return the numbers of a record as {"<phase>/<key>": value}, without the iteration, which is
-    the axis."""
+    """Return a record's numbers as {"<phase>/<key>": value}, without the iteration, which is the
+    axis."""
     return {
         f"{record['phase']}/{key}": value
         for key, value in record.items()
@@ -144,8 +141,8 @@ def numbers_of(record: Record) -> dict[str, float]:
 class TensorBoardTracker(QueuedTracker):
     """TensorBoard's event files in one folder for all starts of a run, written by its own writer.
 
-    A record is one event with all its values: one call of the writer for each value would keep
-    Python busy for a quarter of a second at a step that is watched.
+    A record is one event with all its values: one writer call per value would keep Python busy for
+    a quarter of a second at a watched step.
 
     Args:
         writer: the class EventFileWriter.
@@ -160,7 +157,7 @@ class TensorBoardTracker(QueuedTracker):
     ) -> None:
         super().__init__(keeps_lines, CLOSE_TIMEOUT_S)
         self._open_writer = lambda: writer(folder, flush_secs=FLUSH_S)
-        # A new run replaces everything, its values at iteration 0 included.
+        # A new run replaces everything, including its values at iteration 0.
         self._first = iteration + 1 if iteration else 0
         self._thread.start()
 
@@ -173,7 +170,7 @@ class TensorBoardTracker(QueuedTracker):
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._histogram = summary_pb2.HistogramProto
         self._writer = self._open_writer()
-        # Readers drop what older files have from this iteration on.
+        # Readers drop older files' events from this iteration on.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(self._event(step=self._first, session_log=start))
 
@@ -196,8 +193,8 @@ class TensorBoardTracker(QueuedTracker):
 
 
 class OwnTracker(QueuedTracker):
-    """A class of the user's: made with all options by name, then `log(record)`, and
-    `close(exit_code)` at the end."""
+    """A user's class: created with all options by name, then `log(record)`, and `close(exit_code)`
+    at the end."""
 
     def __init__(
         self, name: str, own: Callable[..., Any], options: dict[str, Any], keeps_lines: bool

@@ -1,5 +1,5 @@
-"""Weights & Biases in a separate thread: a run that every start of an experiment continues, alerts,
-offline by itself.
+"""Weights & Biases in a separate thread: one run per experiment, which every start continues;
+alerts; automatic offline mode.
 
 If the service is slow, unreachable or dies, points are dropped and counted, and training does not
 wait. The key comes from the variable WANDB_API_KEY or the text file at WANDB_API_KEY_PATH, and goes
@@ -33,11 +33,11 @@ from megatron_lite.monitor.trackers.queued_tracker import QueuedTracker, numbers
 from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.durable_files import replace_file
 
-INIT_TIMEOUT_S = 8  # of the run online; offline it begins within 10 s
+INIT_TIMEOUT_S = 8  # for a run online; offline it begins within 10 s
 FINISH_TIMEOUT_S = 20
 FLUSH_S = 2.0  # the file for `wandb sync` lacks at most this much if the client is killed
 ID_FILE = "wandb.json"
-ALSO = {"loss": "language_model_loss"}  # the name of a key in Fast-LLM, whose charts show it
+ALSO = {"loss": "language_model_loss"}  # a key's name in Fast-LLM, whose charts show it
 _STEP = "iteration"  # our own step: the library's must not decrease, and a resumed run goes back a little
 
 
@@ -45,8 +45,8 @@ def read_key() -> str | None:
     """Return the key from WANDB_API_KEY or the file at WANDB_API_KEY_PATH; None without either.
 
     Raises:
-        UsageError: if the file cannot be read or does not hold one word. The message never shows
-        the content.
+        UsageError: if the file cannot be read or is not a single word. The message never shows the
+            content.
     """
     if key := os.environ.get("WANDB_API_KEY", "").strip():
         return key
@@ -67,7 +67,7 @@ def read_key() -> str | None:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key in the user's netrc file; the library itself might
+    """Return whether `wandb login` has stored a key in the user's netrc file; the library might
     prompt for one."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
@@ -79,7 +79,7 @@ def _logged_in() -> bool:
 def why_offline(mode: str | None, key: str | None) -> str | None:
     """Return why a run is recorded on disk only, or None to go online.
 
-    mode: the value of --wandb_mode, which wins over WANDB_MODE.
+    mode: the value of --wandb_mode, which overrides WANDB_MODE.
     """
     source, mode = (
         ("--wandb_mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE", ""))
@@ -92,7 +92,7 @@ def why_offline(mode: str | None, key: str | None) -> str | None:
 
 
 def send_no_error_reports() -> None:
-    """Keep the library from sending error reports, for which it would wait when the process
+    """Stop the library from sending error reports, for which it would wait when the process
     ends."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
@@ -134,7 +134,7 @@ class WandbTracker(QueuedTracker):
         """Send a record: numbers as `<phase>/<key>` over `iteration`, and an alert at each status
         interval.
 
-        The loss of each phase is also `<phase>/language_model_loss`.
+        Each phase's loss is also `<phase>/language_model_loss`.
         """
         record = {**record, **{other: record[key] for key, other in ALSO.items() if key in record}}
         super().log(record, watched)
@@ -192,7 +192,7 @@ class WandbTracker(QueuedTracker):
                 return
             except Exception as error:
                 self._offline = self._describe(error)
-                self._leave()  # its service still holds the run id
+                self._leave()  # its service still owns the run id
         self._run = self._init("offline")
         logger.warning(
             "Weights & Biases is offline (%s); to send the run later: %s",
@@ -229,9 +229,9 @@ class WandbTracker(QueuedTracker):
             "x_transaction_log_flush_interval": FLUSH_S,
         }
         if self._key is not None and mode != "offline":
-            # unlike wandb.login(key), this is not stored in the user's netrc
+            # unlike wandb.login(key), not stored in the user's netrc
             settings["api_key"] = self._key
-        # older versions know fewer
+        # older versions have fewer
         fields = getattr(self._wandb.Settings, "model_fields", settings)
         settings = {name: value for name, value in settings.items() if name in fields}
         # init's settings come too late for its login messages
@@ -262,7 +262,7 @@ class WandbTracker(QueuedTracker):
 
 
 def _run_id(experiment_dir: Path | None, chosen: str | None) -> str:
-    """Return the id of the Weights & Biases run that every start of an experiment continues.
+    """Return the id of the Weights & Biases run that all starts of an experiment continue.
 
     chosen: the value of --wandb_id; later starts continue it without the flag.
     """
