@@ -1,4 +1,4 @@
-"""Blends: the data set of a sample as a pure function of its index.
+"""Blend data sets: the data set of a sample is a pure function of the sample's index.
 
 The data sets are the leaves of a binary tree whose nodes split their weight about evenly. At a node
 whose left side has share p of the weight, round(p * i) of the first i samples go left and the
@@ -7,8 +7,8 @@ before it. A walk down from the root costs O(depth), needs no table, and keeps t
 every prefix of the run, not only at its end.
 
 Weights may change at given samples. The left side's share of i samples is then not p * i but a line
-with a bend at each change: it bends where the node's own samples come to the change if all
-proportions are exact. A later change leaves the samples before it as they are, but for the last few
+with a bend at each change: it bends where the node's own samples reach the change if all
+proportions are exact. A later change does not affect the samples before it, except for the last few
 samples of a data set.
 """
 
@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 _BITS = 32  # of fixed-point shares and of sample indices, whose product then fits into 64
 MAX_SAMPLES = 2**_BITS - 2
-_NEVER = 2**64 - 1  # begins a segment that is not there
+_NEVER = 2**64 - 1  # start of an absent segment
 
 Integers = NDArray[np.int64]
 Change = tuple[int, Sequence[float]]  # first sample, and the weights from it on
 
 
 class _Segment(NamedTuple):
-    """A straight part of the line at a node: `value + share * (i - first)` of its first i samples
-    go left."""
+    """A straight part of a node's line: `value + share * (i - first)` of its first i samples go
+    left."""
 
     first: int  # sample of the node
     value: int  # times 2**32
@@ -42,17 +42,17 @@ class _Segment(NamedTuple):
 class Blend:
     """A weighted mix of data sets: the data set of every sample, and the index in it.
 
-    Error bound: in every prefix a data set gets its weight times the samples with that weight, give
-    or take a few. The error of a child is at most its largest share times the error of its node,
-    plus c = 1/2 + i / 2**33 for rounding (the second term from the 32 bits of the share). `_build`
-    gives every child that is not a leaf a share of at most 3/4 of the first weights, so that
-    without changes the errors of inner nodes stay below c / (1 - 3/4) = 4 c, and those of leaves,
-    which may have any share, below 5 c: 2.5 samples, for any number of data sets.
+    Error bound: in every prefix a data set gets its weight times the samples with that weight, up
+    to a few. A child's error is at most its largest share times its node's error, plus c = 1/2 + i
+    / 2**33 for rounding (the second term from the 32 bits of the share). `_build` gives every child
+    that is not a leaf a share of at most 3/4 of the first weights, so that without changes the
+    errors of inner nodes stay below c / (1 - 3/4) = 4 c, and those of leaves, which may have any
+    share, below 5 c: 2.5 samples, for any number of data sets.
     """
 
     def __init__(self, weights: Sequence[float], changes: Sequence[Change] = ()) -> None:
-        """weights: one non-negative finite number per data set, with a positive sum, not
-        normalised; changes: in rising order, above sample 0."""
+        """weights: per data set, not negative, finite, with a positive sum, not normalised;
+        changes: ascending, above sample 0."""
         stages = [(0, weights), *changes]
         for _, stage in stages:
             assert (
@@ -75,14 +75,14 @@ class Blend:
         most = max(map(len, lines), default=1)
         padded = [[*line, *[_Segment(_NEVER, 0, 0)] * (most - len(line))] for line in lines]
         table = np.array(padded, dtype=np.uint64).reshape(-1, most, 3)
-        # (nodes, segments of the node with the most segments) each, and (nodes, 2)
+        # (nodes, segments of the node with the most) each, and (nodes, 2)
         self._first_table, self._value_table, self._share_table = (
             table[:, :, column].copy() for column in range(3)
         )
         self._child_table = np.array(children, dtype=np.int64).reshape(-1, 2)
 
     def due(self, num_samples: int) -> list[float]:
-        """Return the exact share of each data set in the first `num_samples`, in samples."""
+        """Return each data set's exact share of the first `num_samples`, in samples."""
         ends = (*self.firsts[1:], num_samples)
         lengths = [
             max(0, min(num_samples, end) - first)
@@ -96,7 +96,7 @@ class Blend:
         ]
 
     def taken(self, num_samples: int) -> list[int]:
-        """Return how many of the first `num_samples` are of each data set."""
+        """Return how many of the first `num_samples` each data set provides."""
         nodes = len(self._child_table)
         counts = np.zeros(nodes + self.num_datasets, dtype=np.uint64)  # of -1 - d: data set d
         counts[self._root] = num_samples
@@ -108,7 +108,7 @@ class Blend:
     def _build(
         self, datasets: list[int], lines: list[list[_Segment]], children: list[tuple[int, int]]
     ) -> int:
-        """Build the subtree of `datasets` (sorted by falling weight) and return its node."""
+        """Build the subtree of `datasets` (sorted by descending weight) and return its node."""
         if len(datasets) == 1:
             return -1 - datasets[0]
         weights = [self.weights[dataset] for dataset in datasets]
@@ -129,12 +129,12 @@ class Blend:
         return len(lines) - 1
 
     def _line(self, left: list[int], datasets: list[int], first_share: int) -> list[_Segment]:
-        """Return the line of a node: steps of 0 or 1 only, whatever is rounded."""
+        """Return a node's line: steps of 0 or 1 only, however it is rounded."""
         line = [_Segment(0, 0, first_share)]
         for stage, due in zip(self.stages[1:], self._due[1:], strict=True):
             whole = _total(stage, datasets)
             if whole == 0:
-                continue  # no sample of this stage comes here
+                continue  # no sample of this stage arrives here
             share, bend = min(_total(stage, left) / whole, 1.0), _total(due, datasets)
             first = math.ceil(bend)
             value = round((_total(due, left) + share * (first - bend)) * 2**_BITS)
@@ -148,8 +148,8 @@ class Blend:
         return line
 
     def locate(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the data set of each sample, and the sample's index in it, which runs 0, 1, 2, ...
-        per data set.
+        """Return each sample's data set and its index there, which counts 0, 1, 2, ... per data
+        set.
 
         indices: (k,) below MAX_SAMPLES; returns two arrays (k,).
         """
@@ -193,8 +193,8 @@ class Concatenation:
         self.num_samples = int(self._ends[-1])
 
     def locate(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the data set of each sample, and the sample's index in it: (k,) below
-        `num_samples` -> two (k,)."""
+        """Return each sample's data set and its index there: (k,) below `num_samples` -> two
+        (k,)."""
         assert not indices.size or 0 <= indices.min() <= indices.max() < self.num_samples, indices
         datasets = np.searchsorted(self._ends, indices, side="right")
         return datasets, indices - self._starts[datasets]

@@ -1,9 +1,8 @@
-"""The samples and tokens that a run has trained on, counted over all its starts, whatever options
-each of them had.
+"""Count the samples and tokens that a run has trained on, over all its starts, whatever options
+each had.
 
-Every checkpoint holds it: the sizes of all batches so far, and for each data set, by its
-fingerprint, the samples that were read. A start adds what it reads itself, from its first iteration
-on.
+Every checkpoint stores the counts: the sizes of all batches so far, and per data set, by its
+fingerprint, the samples read. A start adds what it reads itself, from its first iteration on.
 """
 
 from __future__ import annotations
@@ -19,43 +18,41 @@ from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
 
-# fingerprint, name, samples of an epoch, tokens of a sample, samples read
+# fingerprint, name, samples per epoch, tokens per sample, samples read
 Read = tuple[str, str, int, int, int]
 
 
 class Counts:
-    """The samples of training: of a start, after those that a checkpoint knows of earlier ones, see
-    `begin`."""
+    """The samples of training: a start's own, after those of earlier starts in a checkpoint (see
+    `begin`)."""
 
     order: Blend | Concatenation | None = None  # None: random tokens, or no training
-    sets: Sequence[
-        tuple[str, str, int]
-    ] = ()  # of each data set: fingerprint, name, samples of an epoch
+    sets: Sequence[tuple[str, str, int]] = ()  # per data set: fingerprint, name, samples per epoch
 
     def __init__(self, config: Config, began: JsonObject | None = None) -> None:
         """config: resolved. began: see `Choice.began`; None for a new run."""
         self._config, self._planned = config, batch_schedule(config.batch)
-        self.schedule = self._planned  # that of earlier starts, until this one begins
+        self.schedule = self._planned  # earlier starts' schedule, until this one begins
         self._first, self._read = 0, list[Read]()
         if began and "counts" in began:
             self.begin(began["counts"], began["iteration"])
 
     def iterations_of(self, tokens: int) -> int:
-        """Return the fewest iterations that read so many tokens; by the options where earlier
+        """Return the fewest iterations that read this many tokens; by the options where earlier
         starts did not count."""
         return (self._planned if self.schedule.since else self.schedule).iterations_of(tokens)
 
     def begin(self, saved: JsonObject, iteration: int) -> None:
-        """Go on after the iterations of a checkpoint. saved: `state()` then."""
+        """Continue after a checkpoint's iterations. saved: `state()` then."""
         before = BatchSchedule(tuple(Segment(*row) for row in saved["stages"]))
         self.schedule = continued(before, self._planned, iteration)
         self._first, self._read = iteration, saved["sets"]
 
     def read(self, iterations: int) -> list[Read]:
-        """Return what the first `iterations` read of each data set.
+        """Return what the first `iterations` read from each data set.
 
-        An earlier version did not count data sets. Its iterations count where they were as the
-        current options say.
+        An earlier version did not count data sets. Its iterations count as if the current options
+        had applied.
         """
         found: Counter[tuple[Any, ...]] = Counter({tuple(row[:-1]): row[-1] for row in self._read})
         first = self._first if found or self.schedule != self._planned else 0
@@ -76,8 +73,8 @@ class Counts:
     def check_epochs(self, prefixes: Sequence[str]) -> None:
         """Check --max_epochs. prefixes: of the data sets.
 
-        Raises: UsageError, which names the data set that is read most often, and how many
-        iterations are allowed.
+        Raises: UsageError, which names the data set read most often, and how many iterations are
+        allowed.
         """
         limit, iterations = self._config.data.max_epochs, self._config.training.train_iters
         epochs = self.epochs(iterations)
@@ -96,7 +93,7 @@ class Counts:
         )
 
     def state(self, iterations: int) -> dict[str, Any]:
-        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        """Return this part of a checkpoint's state; see `saved_state.RUN_STATE`."""
         stages = [
             (part.start, part.size, part.length)
             for part, count in self.schedule.parts(iterations)

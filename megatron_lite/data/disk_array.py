@@ -1,8 +1,8 @@
-"""Integers in a file, read with `pread`: a file cut short during a run gives a clear error, where
+"""Integers in a file, read with `pread`: a file truncated during a run gives a clear error, where
 mmap gives SIGBUS.
 
-A read takes 1 to 2 microseconds longer than from a memory map. To see whether a file is still the
-same takes as long again, once per micro-batch.
+A read takes 1 to 2 microseconds longer than from a memory map. Checking that a file is unchanged
+takes as long again, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megatron_lite.errors import DataError, StorageError
 from megatron_lite.run import durable_files
 
 T = TypeVar("T")
-RETRIES = 3  # of a read that fails
-BLOCKS = 8  # of a file, from its first to its last byte, by which its content is known
+RETRIES = 3  # of a failed read
+BLOCKS = 8  # blocks of a file, from its first to its last byte, that identify its content
 BLOCK_BYTES = 4096
 
 
 class DataFile:
     """A file that must not change while a run reads it; opened at the first read, so that workers
-    can get it."""
+    can receive it."""
 
     def __init__(self, path: str) -> None:
-        """Remember what the file looks like now.
+        """Record the file's state now.
 
         Raises: OSError if it cannot be read; DataError if it is not a regular file.
         """
         self.path = path
         self._file: IO[bytes] | None = None
-        self._passed: str | None = None  # a failure that has passed since the last check
+        self._passed: str | None = None  # a failure since the last check that a retry resolved
         self._mark = self._look()
         self._digest = sample_of(path)
 
     @property
     def size(self) -> int:
-        """Bytes of the file when it was opened."""
+        """The file's size in bytes when it was opened."""
         return self._mark[2]
 
     def read(self, offset: int, count: int) -> bytes:
@@ -75,13 +75,10 @@ class DataFile:
         return data
 
     def _patiently(self, action: Callable[[], T], number: int = 1) -> T:
-        """Return the result of an action on the file; after a failure try again, with the file
-        opened anew.
+        """Return the result of an action on the file; after a failure reopen the file and retry.
 
-        A server that fails over or a handle that goes stale then costs a pause and not the run.
-        number: of this try.
-
-        Raises: DataError if the file is gone, or after the last try.
+        A server that fails over or a stale handle then costs a pause and not the run. number: of
+        this try.
         """
         try:
             return action()
@@ -99,17 +96,17 @@ class DataFile:
         return self._patiently(action, number + 1)
 
     def check(self) -> str | None:
-        """Check that the file under the path is still the one that was opened; call this after
-        reading from it.
+        """Check that the path still names the file that was opened; call this after reading from
+        it.
 
-        A file with another date or another place on the disk may hold the same data: `touch` keeps
-        files alive where old ones are deleted, and a copy may be restored. The size and eight
+        A file with another date or another place on the disk may contain the same data: `touch`
+        preserves files where old ones are deleted, and a copy may be restored. The size and eight
         blocks decide.
 
-        Returns: a warning if only date or place differ, once for each change, or if a read has
-        failed and succeeded.
+        Returns: a warning if only date or place differ, once for each change, or if a failed read
+        was retried.
 
-        Raises: DataError if the file is gone, cannot be read or holds other data.
+        Raises: DataError if the file is gone, cannot be read or contains other data.
         """
         now, same = self._patiently(self._compare)
         passed, self._passed = self._passed, None
@@ -131,7 +128,7 @@ class DataFile:
         )
 
     def _compare(self) -> tuple[tuple[int, ...], bool]:
-        """Return what `_look` finds now, and whether the blocks of the file are the same."""
+        """Return what `_look` finds now, and whether the file's blocks are the same."""
         now = self._look()
         return now, now == self._mark or sample_of(self.path) == self._digest
 
@@ -195,10 +192,9 @@ class DiskArray:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process, and the workers that it starts, have `count` open files, as far as the
-    system permits.
+    """Allow this process and its future workers `count` open files, as far as the system permits.
 
-    A blend keeps the files of its data sets open; many systems begin with a limit of 1,024, which a
+    A blend keeps its data sets' files open; many systems begin with a limit of 1,024, which a
     program may raise.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -209,8 +205,8 @@ def allow_open_files(count: int) -> None:
 
 
 def sample_of(*paths: str) -> str:
-    """Return a digest of the size of each file and `BLOCKS` blocks, evenly spread from the first to
-    the last byte.
+    """Return a digest of each file's size and `BLOCKS` blocks, evenly spaced from the first to the
+    last byte.
 
     Raises: OSError.
     """
@@ -226,8 +222,8 @@ def sample_of(*paths: str) -> str:
 
 
 def unreadable(path: str | Path, error: Exception) -> DataError:
-    """Return the error that names a file that cannot be read; it is not UTF-8, or its name is none,
-    for example."""
+    """Return the error that names an unreadable file; it may not be UTF-8, or its name may be
+    invalid."""
     hint = (
         "; raise the limit with ulimit -n" if getattr(error, "errno", None) == errno.EMFILE else ""
     )
@@ -236,7 +232,7 @@ def unreadable(path: str | Path, error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn errors of the file system into a DataError that names `path`."""
+    """Convert file system errors to a DataError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -245,7 +241,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of the file system into a StorageError that names `path`."""
+    """Convert file system errors to a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -262,5 +258,5 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def replace_json(path: Path, values: Any) -> None:
-    """Write a small file of JSON as `replace_file` does."""
+    """Write a small JSON file like `replace_file`."""
     replace_file(path, (json.dumps(values, indent=2) + "\n").encode())

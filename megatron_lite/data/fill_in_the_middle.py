@@ -2,8 +2,8 @@
 Fast-LLM.
 
 A document is cut between characters, as an editor's cursor cuts a line, and the text around a cut
-is tokenized again. No character is lost or added: where a tokenizer cannot cut so, the cut moves to
-the border of a token. Sentinels make samples longer; their last tokens no longer fit.
+is tokenized again. No character is lost or added: where a tokenizer cannot cut, the cut moves to a
+token boundary. Sentinels make samples longer; their last tokens no longer fit.
 
 Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle".
 """
@@ -23,8 +23,8 @@ from megatron_lite.data.sampling import sample_words
 from megatron_lite.data.tokenizing import JsonTokenizer
 from megatron_lite.errors import DataError, UsageError
 
-SPELLINGS = ("<{}>", "<|{}|>")  # of StarCoder and of Qwen
-_LOST = "\ufffd"  # bytes that are not a character: a sample may begin in the middle of one
+SPELLINGS = ("<{}>", "<|{}|>")  # StarCoder's and Qwen's
+_LOST = "\ufffd"  # bytes that are not a character: a sample may begin inside one
 
 
 class _Sentinels(NamedTuple):
@@ -43,7 +43,7 @@ class _Run(NamedTuple):
 
 
 class Draws:
-    """Random numbers of one sample: a pure function of key and sample index."""
+    """A sample's random numbers: a pure function of key and sample index."""
 
     def __init__(self, key: int, index: int) -> None:
         self._words = _words(key, index)
@@ -53,7 +53,7 @@ class Draws:
         return (next(self._words) >> 11) * limit >> 53
 
     def happens(self, probability: float) -> bool:
-        """Draw True with a probability; 0 is never, 1 is always."""
+        """Return True with a probability; 0 is never, 1 is always."""
         return (next(self._words) >> 11) < probability * 2**53
 
 
@@ -65,7 +65,7 @@ def _words(key: int, index: int) -> Iterator[int]:
 
 
 class FillInTheMiddle:
-    """The transformation of samples."""
+    """Transforms samples."""
 
     def __init__(self, options: DataConfig, vocab_size: int, key: int) -> None:
         """options: the `fim_*` options and the tokenizer. key: of the draws.
@@ -108,8 +108,7 @@ class FillInTheMiddle:
         tokens: (s + 1,). pieces: lengths of its pieces of documents. index: of the sample in its
         phase.
 
-        Returns: (s + 1,) tokens, the lengths of their pieces, and which tokens are padding, (s +
-        1,).
+        Returns: (s + 1,) tokens, their pieces' lengths, and which tokens are padding, (s + 1,).
         """
         draws = Draws(self.key, index)
         parts = [
@@ -131,7 +130,7 @@ class FillInTheMiddle:
         )
 
     def _ordered(self, ids: list[int], draws: Draws) -> list[int]:
-        """Transform a document without its end; the token that begins documents stays in front."""
+        """Transform a document without its end; a token that begins documents stays in front."""
         if ids and ids[0] == self.tokenizer.begin_of_document:
             return [ids[0], *self._ordered(ids[1:], draws)]
         border = self.border
@@ -179,7 +178,7 @@ class FillInTheMiddle:
         return [first, first + middle]
 
     def _runs(self, ids: list[int]) -> list[_Run]:
-        """Separate special tokens from what is text."""
+        """Separate special tokens from text."""
         tokenizer = self.tokenizer
         special = np.isin(ids, list(tokenizer.special_ids)) | (
             np.array(ids) >= tokenizer.vocab_size
@@ -192,7 +191,7 @@ class FillInTheMiddle:
         return runs
 
     def _cut(self, runs: Sequence[_Run], boundaries: Sequence[int]) -> list[list[int]]:
-        """Cut at two places, counted in characters, into the tokens of three parts."""
+        """Cut at two places, counted in characters; return the tokens of the three parts."""
         parts: list[list[int]] = [[], [], []]
         start = 0
         for run in runs:
@@ -207,7 +206,7 @@ class FillInTheMiddle:
         return parts
 
     def _cut_run(self, run: _Run, places: list[int]) -> list[list[int]]:
-        """Cut the text of a run at rising places, or between tokens if tokenizing the parts would
+        """Cut a run's text at ascending places, or between tokens if tokenizing the parts would
         change the text."""
         if not places:
             return [run.ids]
@@ -215,7 +214,7 @@ class FillInTheMiddle:
         texts = [run.text[first:last] for first, last in itertools.pairwise([0, *places, None])]
         if _LOST not in run.text:
             parts = [tokenizer.encode(text) for text in texts]
-            # some token: what begins a text may be decoded without a space before it
+            # Any token: text at the beginning may be decoded without a space before it.
             before = run.ids[-1:]
             if tokenizer.decode(sum(parts, before)) == tokenizer.decode(before + run.ids):
                 return parts
@@ -228,7 +227,7 @@ class FillInTheMiddle:
 
 
 def _each_part(ids: list[int], border: int, change: Callable[[list[int]], list[int]]) -> list[int]:
-    """Split at each `border`, change the parts in order, and join them again."""
+    """Split at each `border`, change the parts in order, and rejoin them."""
     result, start = list[int](), 0
     for place in [*(place for place, token in enumerate(ids) if token == border), len(ids)]:
         result += [*change(ids[start:place]), *ids[place : place + 1]]

@@ -1,4 +1,4 @@
-"""The identity of a run's data: a checkpoint holds it, and a resumed run compares it.
+"""Identify a run's data: checkpoints store the identity, and a resumed run compares it.
 
 A fingerprint samples a data set: the sizes of its two files, and eight blocks of each from the
 first to the last byte. So it takes a millisecond at any size, finds another corpus under the same
@@ -21,7 +21,7 @@ from megatron_lite.errors import DataError
 
 
 def fingerprint(dataset: IndexedDataset) -> str:
-    """Return 16 hexadecimal digits that depend on the content of a data set, not on its place.
+    """Return 16 hexadecimal digits that depend on a data set's content, not on its place.
 
     Raises: DataError if a file cannot be read.
     """
@@ -36,12 +36,12 @@ def identity(
     tokenizer_file: str | None,
     masks: Sequence[IndexedDataset | None] = (),
 ) -> JsonObject:
-    """Return what a checkpoint holds about its data, as JSON.
+    """Return what a checkpoint stores about its data, as JSON.
 
-    `sets`: [documents, tokens, dtype, fingerprint] of each data set, in the order of --data_path.
+    `sets`: [documents, tokens, dtype, fingerprint] per data set, in the order of --data_path.
     `tokenizer`: a digest of the tokenizer's file, or None. `masks`: the fingerprint of each data
-    set's loss mask, or None; left out if there is no mask. `open_data` adds `evaluated`: a digest
-    for each phase with data of its own.
+    set's loss mask, or None; absent without masks. `open_data` adds `evaluated`: a digest for each
+    phase with data of its own.
 
     Raises: DataError if a file cannot be read.
     """
@@ -64,9 +64,9 @@ def identity(
 
 
 def check_same(own: JsonObject, distributed: Distributed) -> None:
-    """Check that all ranks read the same data; all ranks call this together.
+    """Check that all ranks read the same data. Collective.
 
-    Raises: DataError on every rank, if the identity of any differs from that of rank 0.
+    Raises: DataError on every rank, if any rank's identity differs from rank 0's.
     """
     digests = distributed.gather_objects(digest(own))
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]

@@ -1,4 +1,4 @@
-"""A micro-batch on the host, and its way to the device."""
+"""Build a micro-batch on the host and copy it to the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class HostBatch(NamedTuple):
     """A micro-batch on the host, in pinned memory if a GPU will read it."""
 
     tokens: Tensor  # (b, s + 1) int64
-    real_samples: int  # of this micro-step over all ranks, without padding
+    real_samples: int  # real samples in this micro-step over all ranks, without padding
     # (p + 1,) int32: first position of each of the p pieces of documents in the flattened (b s,)
     # inputs, then b s. Every sample begins a piece. None with --cross_document_attention=1.
     starts: Tensor | None = None
     padding: int = 0  # padded rows at the end
     positions: Tensor | None = None  # (b, s) int64, with --reset_position_ids=1
     masked: Tensor | None = (
-        None  # (b, s) bool: labels that count in no loss, padding included; None: only padding
+        None  # (b, s) bool: labels without a loss, padding included; None: only padding
     )
 
     @property
     def counted(self) -> int:
-        """The number of labels that count in the loss."""
+        """The number of labels with a loss."""
         if self.masked is not None:
             return int((~self.masked).sum())
         rows, width = self.tokens.shape
@@ -44,11 +44,11 @@ def micro_batch(
     """Copy a micro-batch to the device: (b, s + 1) tokens -> inputs and labels, (b, s), and their
     documents.
 
-    Labels of padding are masked. `loss_weight` is multiplied into the gradient scale.
+    Labels of padding are masked. `loss_weight` multiplies the gradient scale.
     """
     tokens, documents = batch.tokens.to(device, non_blocking=True), None
-    # A real copy: `contiguous` returns a single row as it is, and masking its labels would change
-    # the tokens.
+    # A real copy: `contiguous` returns a single row as is, and masking its labels would change the
+    # tokens.
     labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
     if batch.padding:
         labels[-batch.padding :] = MASKED

@@ -1,4 +1,4 @@
-"""Token files in Megatron-LM's format: `<prefix>.bin` holds the tokens of all documents,
+"""Token files in Megatron-LM's format: `<prefix>.bin` contains all documents' tokens,
 `<prefix>.idx` their places.
 
 The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences
@@ -7,12 +7,11 @@ The index, little-endian: magic (9 bytes), version 1 (u64), dtype code (u8), num
 of sequences at the end). In splits and error messages a "document" is a sequence, as in Megatron's
 GPT data set; writers, ours included, put one sequence into each document.
 
-Fast-LLM's versions 2 and 3 have one or two more bytes after the version, which say whether spans of
-tokens (for loss masks, and for preferences) follow the pointers. Without spans they are read as
-well.
+Fast-LLM's versions 2 and 3 have one or two more bytes after the version: whether spans of tokens
+(for loss masks, and for preferences) follow the pointers. Without spans they are read, too.
 
-Documents lie back to back in `.bin`, so any range of them is one stream of tokens that a single
-read can cut anywhere.
+Documents are contiguous in `.bin`, so any range of them is one stream of tokens that a single read
+can cut anywhere.
 """
 
 from __future__ import annotations
@@ -37,33 +36,32 @@ from megatron_lite.run import durable_files
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# magic, version, dtype code, sequences, entries of the document index
+# magic, version, dtype code, sequences, entries in the document index
 HEADER = struct.Struct("<9sQBQQ")
-# of versions 2 and 3: one byte each, after the version
+# in versions 2 and 3: one byte each, after the version
 SPANS = ("loss-masking spans", "preference spans")
 TOKEN_DTYPES: dict[int, str] = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for tokens
 STARTS_PER_READ = 512  # one page of 4 KiB
-# entries that are all checked when a data set is opened; of more, `CHECKED_PIECES` pieces
+# entries that are all checked when a data set is opened; with more, `CHECKED_PIECES` pieces
 CHECKED = 1 << 17
 CHECKED_PIECES = 128
 
-Run = tuple[int, int]  # first token in the file, and number of tokens, all of one document
+Run = tuple[int, int]  # first token in the file, and number of tokens, all from one document
 
 
 class IndexedDataset:
     """A checked `.bin`/`.idx` pair, open for reading.
 
-    Opening reads at most 3 MB of an index of any size; other entries are checked when they are
-    used.
+    Opening reads at most 3 MB of an index of any size; other entries are checked when used.
 
     Attributes: the DiskArrays `sizes` (n,) int32, `pointers` (n,) int64 in bytes, `document_index`
     (m,) int64, and `tokens`; `num_documents` = n; `num_tokens`.
     """
 
     def __init__(self, prefix: str, is_mask: bool = False) -> None:
-        """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and the sizes of
-        both files.
+        """Open `<prefix>.idx` and `<prefix>.bin` and check the header, the index and both files'
+        sizes.
 
         is_mask: whether it is a loss mask, for the message about a missing one.
 
@@ -79,7 +77,7 @@ class IndexedDataset:
         self.document_index = DiskArray(index, np.dtype("<i8"), num_entries, offset + 12 * count)
         end = self._check_sequences(dtype.itemsize)
         self._check_document_index()
-        index.close()  # few runs read it again, and some have thousands of data sets
+        index.close()  # few runs reread it, and some have thousands of data sets
         if tokens.size != end:
             raise DataError(
                 f"{tokens.path}: {tokens.size:,} bytes, but {index.path} describes {end:,}; copy both files again"
@@ -95,7 +93,7 @@ class IndexedDataset:
         return len(self.tokens)
 
     def document(self, number: int) -> NDArray[Any]:
-        """Read all tokens of one document."""
+        """Read one document's tokens."""
         first = self.first_token(number)
         return self.tokens.read(first, self.first_token(number + 1) - first)
 
@@ -113,7 +111,7 @@ class IndexedDataset:
         return self.pointers[document] // itemsize
 
     def locate(self, token: int) -> tuple[int, int]:
-        """Return the document that holds a token of `.bin`, and the token's offset in it."""
+        """Return the document that contains a token of `.bin`, and the token's offset in it."""
         assert 0 <= token < self.num_tokens, (token, self.num_tokens)
         document = bisect.bisect_right(self.pointers, token * self.tokens.dtype.itemsize) - 1
         return document, token - self.first_token(document)
@@ -122,8 +120,8 @@ class IndexedDataset:
         """Cut tokens [start, start + length) of `.bin` into the parts of its documents, in order;
         none is empty.
 
-        Found by a few dozen cached reads of the index: loading it would cost each worker 8 bytes
-        per document.
+        Takes a few dozen cached reads of the index: loading it would cost each worker 8 bytes per
+        document.
 
         Raises: DataError if the index cannot be read any more.
         """
@@ -147,7 +145,7 @@ class IndexedDataset:
         return list(zip(cuts.tolist(), np.diff(cuts).tolist(), strict=False))
 
     def document_sizes(self, documents: range) -> NDArray[np.int32]:
-        """Return the number of tokens of each of some consecutive documents.
+        """Return the number of tokens in each of several consecutive documents.
 
         Raises: DataError if the index is damaged or cannot be read.
         """
@@ -162,15 +160,15 @@ class IndexedDataset:
         return found
 
     def check(self) -> None:
-        """Check the places of all documents. Raises: DataError if the index is damaged."""
+        """Check all documents' places. Raises: DataError if the index is damaged."""
         if self.num_documents:
             self._check_piece(0, self.num_documents, self.tokens.dtype.itemsize)
 
     def parts(self, num_tokens: int) -> Iterator[tuple[int, NDArray[np.int32], NDArray[Any]]]:
-        """Read all documents in parts of about `num_tokens` tokens; a document stays whole.
+        """Read all documents in parts of about `num_tokens` tokens; documents stay whole.
 
-        Yields: the number of a part's first document, the size of each document, and their tokens
-        back to back.
+        Yields: the number of a part's first document, each document's size, and their tokens,
+        concatenated.
         """
         sizes = self.sizes.read(0, self.num_documents)
         ends = np.cumsum(sizes, dtype=np.int64)
@@ -181,8 +179,7 @@ class IndexedDataset:
             yield first, sizes[first:end], self.tokens.read(start, self.first_token(end) - start)
 
     def _check_sequences(self, itemsize: int) -> int:
-        """Check sizes and pointers against each other; return the number of bytes that `.bin` must
-        have."""
+        """Check sizes against pointers; return the number of bytes that `.bin` must have."""
         end, number = 0, 0  # end of the last checked piece, and the sequence after it
         for start, stop in _pieces(len(self.sizes)):
             begins = self.pointers[start]
@@ -192,8 +189,8 @@ class IndexedDataset:
         return end
 
     def _check_piece(self, start: int, stop: int, itemsize: int) -> int:
-        """Check that sequences [start, stop) lie one after the other; return the byte in `.bin`
-        where they end."""
+        """Check that sequences [start, stop) are contiguous; return the byte in `.bin` where they
+        end."""
         sizes = self.sizes.read(start, stop - start).astype(np.int64)
         pointers = self.pointers.read(start, stop - start)
         if sizes.min() < 0:
@@ -252,7 +249,7 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _read_header(file: DataFile) -> tuple[np.dtype[Any], int, int, int]:
-    """Return dtype of the tokens, sequences, entries of the document index and bytes of the header,
+    """Return the tokens' dtype, sequences, entries in the document index and bytes of the header,
     all checked."""
     path, size = file.path, file.size
     header = file.read(0, min(size, HEADER.size + len(SPANS)))
@@ -325,7 +322,7 @@ def _open(path: str, prefix: str, is_mask: bool) -> DataFile:
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """Return the smallest dtype of the format that holds every token id below `vocab_size`."""
+    """Return the format's smallest dtype for every token id below `vocab_size`."""
     for dtype in ("|u1", "<u2", "<i4", "<i8"):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return dtype
@@ -336,9 +333,9 @@ class IndexedDatasetWriter:
     """A context manager that publishes a pair at a clean exit and discards it after an exception.
 
     Tokens stream into `<prefix>.bin.tmp`; `commit` syncs both files, then renames `.bin` first and
-    `.idx` last. A killed process leaves only `.tmp` files, which no reader opens and the next
-    writer replaces. An older pair of the same name stays until just before the renames, which begin
-    with the removal of its `.idx`.
+    `.idx` last. A killed process produces only `.tmp` files, which no reader opens and the next
+    writer replaces. An older pair of the same name is kept until just before the renames, which
+    begin by removing its `.idx`.
 
     Raises: StorageError from every method if the disk is full or not writable, or another writer is
     at work.
@@ -354,7 +351,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._digest = hashlib.sha256()
         self._is_written = False
-        self.mask: IndexedDatasetWriter | None = None  # of the loss mask of the same documents
+        self.mask: IndexedDatasetWriter | None = None  # the loss mask of the same documents
         self._bin_tmp, self._index_tmp = Path(prefix + ".bin.tmp"), Path(prefix + ".idx.tmp")
         with writing(self._bin_tmp):
             self._bin: IO[bytes] = open(self._bin_tmp, "ab")
@@ -363,7 +360,7 @@ class IndexedDatasetWriter:
                 raise StorageError(
                     f"{self._bin_tmp}: another process is writing it; wait for it or take another prefix"
                 )
-            self._bin.truncate(0)  # after the lock, to spare the file of another writer
+            self._bin.truncate(0)  # after the lock, to spare another writer's file
 
     @property
     def num_documents(self) -> int:
@@ -393,8 +390,8 @@ class IndexedDatasetWriter:
         )
 
     def add_documents(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
-        """Append documents that lie back to back in `tokens`, already of the pair's dtype, with
-        these sizes."""
+        """Append documents concatenated in `tokens`, already in the pair's dtype, with these
+        sizes."""
         assert tokens.dtype == self.dtype and sizes.dtype == np.int32, (tokens.dtype, sizes.dtype)
         data = tokens.tobytes()
         with writing(self._bin_tmp):
@@ -404,7 +401,7 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def write_index(self) -> Path:
-        """Write and sync both files under their temporary names; return that of the index."""
+        """Write and sync both files under temporary names; return the index's."""
         if not self._is_written:
             count = self.num_documents
             sizes = np.array(self._sizes, dtype="<i4")
@@ -424,8 +421,8 @@ class IndexedDatasetWriter:
         return self._index_tmp
 
     def commit(self) -> None:
-        """Write the index and publish both files, at the latest at the end of a `with` block
-        without errors."""
+        """Write the index and publish both files; called at the end of a `with` block without
+        errors."""
         self.write_index()
         with writing(self.prefix):
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
@@ -436,7 +433,7 @@ class IndexedDatasetWriter:
             durable_files.sync_folder(index_path.parent)
 
     def discard(self) -> None:
-        """Delete the files, unless they are published."""
+        """Delete the files, unless published."""
         if self._bin.closed:
             return
         self._bin.close()

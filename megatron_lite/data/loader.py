@@ -1,4 +1,5 @@
-"""The micro-batches of each phase, as tensors, for one rank. `open_data.py` makes the `DataSource`.
+"""Load each phase's micro-batches, as tensors, for one rank. `open_data.py` creates the
+`DataSource`.
 
 Sample index of iteration t, micro-batch m, rank r and row j:
     samples of all iterations before t + (m * world_size + r) * micro_batch_size + j
@@ -34,24 +35,24 @@ from megatron_lite.errors import DataError, RunError
 from megatron_lite.run.stop_signal import StopRequested, StopSignal
 from megatron_lite.schedules.batch_size import BatchSchedule, Split
 
-# What ranks agree on before an iteration: the highest wins, and a stop saves anyway. A stop adds
+# The ranks' decision before an iteration: the highest wins, and a stop saves anyway. A stop adds
 # its reason.
 _GO_ON = 0
 _SAVE = 1
 _STOP = 2
 _FAILED = 1 << 16
 ITERATIONS = 50  # over which waiting is summed
-SHARE = 0.1  # of their time, from which data is the bottleneck
-LEAST_S = 0.001  # of waiting in an iteration: shorter waits of tiny models are not worth a warning
+SHARE = 0.1  # share of their time from which data is the bottleneck
+LEAST_S = 0.001  # waiting per iteration: shorter waits of tiny models are not worth a warning
 logger = logging.getLogger("megatron_lite")
 
 
 class NextBatch(NamedTuple):
-    """The data of an iteration, and what the ranks agreed on before it."""
+    """An iteration's data, and the ranks' decision before it."""
 
     micro_batches: list[HostBatch]
     waited_s: float  # for the data
-    save: bool  # a rank asks for a checkpoint after the iteration
+    save: bool  # a rank requests a checkpoint after the iteration
 
 
 def next_batch(
@@ -61,10 +62,10 @@ def next_batch(
     warn_ms: float | None = None,
     save: bool = False,
 ) -> NextBatch:
-    """Return the micro-batches of the next iteration, and whether any rank asks for a checkpoint
-    after them (`save`).
+    """Return the next iteration's micro-batches, and whether any rank requests a checkpoint after
+    them (`save`).
 
-    Ranks agree here, over the CPU group with its long time-out: data may take long, a step's
+    Ranks agree here, over the CPU group with its long timeout: data may take long, a step's
     collectives may not.
 
     Args:
@@ -73,7 +74,7 @@ def next_batch(
     Raises:
         StopRequested: on every rank, if any rank received a signal.
         DataError, WorkerError: on every rank, if any rank cannot read its data.
-        RunError: on every rank, if another thread of any rank has found a reason to end.
+        RunError: on every rank, if another thread on any rank has a reason to end.
     """
     failure = stop.failure
     micro_batches: list[HostBatch] = []
@@ -104,7 +105,7 @@ def next_batch(
 
 
 class Waiting:
-    """Whether training waits for its data: reported once, with the remedy."""
+    """Detects whether training waits for its data: reported once, with the remedy."""
 
     def __init__(self, data: DataConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self._data, self._clock = data, clock
@@ -116,9 +117,8 @@ class Waiting:
         """Count a wait for data that has just ended; return a warning once the last 50 iterations
         show a bottleneck.
 
-        Leave out the first two waits of a start: they are for files that are not in memory yet and
-        for workers that start. A validation or a save in between makes an iteration longer, and so
-        a warning less likely.
+        Skip a start's first two waits: for files not in memory yet and for workers that start. A
+        validation or a save in between makes an iteration longer, and so a warning less likely.
         """
         self._waits.append(waited_s)
         self._ends.append(self._clock())
@@ -139,16 +139,16 @@ class Waiting:
 
 
 class Phase(NamedTuple):
-    """Samples of training, validation or test."""
+    """The samples of training, validation or test."""
 
     reader: Reader
-    schedule: BatchSchedule  # of an evaluation: one batch size, but the last batch may be smaller
+    schedule: BatchSchedule  # in an evaluation: one batch size, but the last batch may be smaller
     iterations: int
 
 
 @dataclass(eq=False)
 class DataSource:
-    """The training, validation and test samples of one run."""
+    """A run's training, validation and test samples."""
 
     config: Config  # resolved
     rank: int
@@ -158,7 +158,7 @@ class DataSource:
     identity: dict[str, Any]  # see `fingerprint.identity`
     counts: Counts  # of training
     warnings: Sequence[str] = ()  # to be logged
-    # called now and then while the host waits for a worker; may raise
+    # called regularly while the host waits for a worker; may raise
     while_waiting: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -168,7 +168,8 @@ class DataSource:
         self._ended = threading.Event()
 
     def split(self, phase: str, iteration: int) -> Split:
-        """Return how ranks and micro-batches share the samples of an iteration, counted from 1."""
+        """Return how ranks and micro-batches share an iteration's samples; iterations count from
+        1."""
         batch, samples = self.config.batch, self.phases[phase].schedule.batch_size(iteration)
         if phase == "training":
             return Split(
@@ -184,7 +185,7 @@ class DataSource:
     def batches(
         self, phase: str, first_iteration: int = 0, num_iterations: int | None = None
     ) -> Iterator[list[HostBatch]]:
-        """Yield the micro-batches of this rank, one list per iteration, for the iterations after
+        """Yield this rank's micro-batches, one list per iteration, for the iterations after
         `first_iteration`.
 
         All micro-batches of an iteration have the same number of rows. Workers start at the first
@@ -211,19 +212,19 @@ class DataSource:
                 ]
 
     def batch(self, phase: str, iteration: int) -> list[HostBatch]:
-        """Read one iteration's micro-batches of this rank in place."""
+        """Read one iteration's micro-batches on this rank in place."""
         return next(self.batches(phase, iteration - 1, 1))
 
     def alone(self, phase: str) -> dict[str, str]:
-        """Return the phases that evaluate one data set of a phase's blend each: name of the data
-        set -> phase."""
+        """Return the phases that evaluate single data sets of a phase's blend: name of the data set
+        -> phase."""
         return {
             name.partition("/")[2]: name for name in self.phases if name.startswith(f"{phase}/")
         }
 
     def close(self) -> None:
-        """End all workers, including those of generators that were never closed, and the search in
-        the background."""
+        """End all workers, including those of generators never closed, and the background
+        search."""
         self._ended.set()
         for workers in list(self._open):
             workers.close()
@@ -235,14 +236,14 @@ class DataSource:
         """Report the first token id outside the vocabulary in these pairs; see `search`."""
 
         def run() -> None:
-            # its reader says why a file cannot be read any more
+            # Its reader reports why a file cannot be read any more.
             with contextlib.suppress(DataError):
                 search(prefixes, self.config.model.vocab_size, report, self._ended)
 
         threading.Thread(target=run, daemon=True, name="token-search").start()
 
     def _requests(self, phase: str, iterations: range) -> Iterator[Request]:
-        """Yield (index of the first sample, samples) for each micro-batch of this rank."""
+        """Yield (index of the first sample, samples) for each of this rank's micro-batches."""
         for iteration in iterations:
             before = self.phases[phase].schedule.consumed_samples(iteration - 1)
             split = self.split(phase, iteration)
@@ -278,7 +279,7 @@ class DataSource:
             self._open.discard(workers)
 
     def _host_batch(self, samples: Samples, split: Split, micro_step: int) -> HostBatch:
-        """Pad to the rows of a micro-batch with token 0, each padded row one document, and make
+        """Pad to the rows of a micro-batch with token 0, each padded row one document, and create
         tensors.
 
         Tokens become int64 here, not in the worker: fewer bytes cross the pipe.

@@ -1,5 +1,5 @@
-"""Open the data of a run: check the files, cut the splits, choose what each phase reads, and say
-how often."""
+"""Open a run's data: check the files, cut the splits, choose what each phase reads, and report how
+often."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_lite.seeds import derive_seed
 
 FILES_OF_A_SET = 3  # tokens, index, loss mask
 OTHER_FILES = 1024
-MOST_DESCRIBED = 20  # data sets with a line of their own in the banner
+MOST_DESCRIBED = 20  # data sets with their own line in the banner
 # Up to four epochs, repeated tokens are worth nearly as much as new ones; then their value falls
 # fast. Source: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4
@@ -56,10 +56,10 @@ def open_data(
     """Open and check the data of a resolved configuration: headers, sizes, splits and masks, but no
     tokens.
 
-    began: what a checkpoint says of a run's data, see `Choice.began`; None for a new run. Its
-    `evaluation_order` is what the samples of an evaluation follow from: data, the data set alone;
-    seed, also --seed, the phase and the data set's place in the blend, as in runs that an earlier
-    version began.
+    began: a checkpoint's record of a run's data, see `Choice.began`; None for a new run. Its
+    `evaluation_order` determines an evaluation's samples: data, by the data set alone; seed, also
+    by --seed, the phase and the data set's place in the blend, as in runs begun by an earlier
+    version.
 
     Raises:
         DataError: one line that names the file, if a file is missing or damaged, or if a phase that
@@ -113,7 +113,7 @@ def open_data(
             for n, pair in enumerate(pairs)
         ]
         phases[phase] = _phase(config, phase, count, streams, fill)
-        # of a data set named twice, the last
+        # if a data set is named twice, the last
         alone = {stream.dataset.prefix: stream for stream in streams}
         if len(alone) > 1 and (
             phase in own or (phase == "validation" and training.validation_by_dataset)
@@ -137,12 +137,12 @@ def open_data(
 
 
 def prefixes(words: JsonObject) -> list[str]:
-    """Return the data sets of these options, by name, in the order of the words of --loss_mask."""
+    """Return these options' data sets by name, in the order of the words of --loss_mask."""
     return [path for flag in PATH_FLAGS for _, path in weighted_paths(words[flag], flag)]
 
 
 class Sets(NamedTuple):
-    """The data sets of --data_path, --valid_data_path or --test_data_path, each with its loss mask,
+    """The data sets of --data_path, --valid_data_path or --test_data_path, with their loss masks,
     if any."""
 
     datasets: list[IndexedDataset]
@@ -151,8 +151,7 @@ class Sets(NamedTuple):
 
 
 def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
-    """Open the data sets of these options; --loss_mask has a word for each data set of all
-    three."""
+    """Open these options' data sets; --loss_mask has a word per data set of all three."""
     paths = {flag: weighted_paths(getattr(config.data, flag), flag) for flag in PATH_FLAGS}
     allow_open_files(FILES_OF_A_SET * sum(len(paths[flag]) for flag in flags) + OTHER_FILES)
     open_once = functools.cache(IndexedDataset)
@@ -171,8 +170,8 @@ def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
 
 
 def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None:
-    """Check that a loss mask, a pair with 1 for each token that counts and else 0, has the
-    documents of its data set.
+    """Check that a loss mask (a pair with 1 for each token with a loss, else 0) has its data set's
+    documents.
 
     Then a token and its mask have the same position in their files. 10 million documents take 0.05
     s.
@@ -194,11 +193,10 @@ def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None
 
 
 def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) -> None:
-    """Check that a mask lets a token of documents [first, end) count, which the first entries show
-    as a rule.
+    """Check that a mask keeps a token of documents [first, end), which the first entries usually
+    show.
 
-    Raises: DataError: one line that names the file. Nothing is known about more than `SEARCHED`
-    zeros.
+    Raises: DataError: one line that names the file. More than `SEARCHED` zeros prove nothing.
     """
     start, stop = mask.first_token(first), mask.first_token(end)
     for place in range(start, min(stop, start + SEARCHED), READ_AT_A_TIME):
@@ -222,8 +220,8 @@ def samples_of_epoch(config: Config) -> int:
 
 
 def _schedule(config: Config, phase: str) -> BatchSchedule:
-    """Return the batch sizes of a phase: an evaluation keeps one size, so that its results compare
-    over the run."""
+    """Return a phase's batch sizes: an evaluation has one size, so that its results compare over
+    the run."""
     if phase == "training":
         return batch_schedule(config.batch)
     return BatchSchedule((Segment(0, config.batch.batch_size),))
@@ -236,8 +234,8 @@ def _phase(
     streams: list[Stream],
     fill: FillInTheMiddle | None,
 ) -> Phase:
-    """Blend `count` batches of all data sets by their weights, or read each data set once from end
-    to end."""
+    """Blend `count` batches of all data sets by weight, or read each data set once from end to
+    end."""
     order: Blend | Concatenation
     if count == "all":
         streams = list(
@@ -296,8 +294,8 @@ def split_documents(num_documents: int, split: Sequence[float]) -> list[tuple[in
 def _stream(
     config: Config, phase: str, key: int, dataset: IndexedDataset, mask: IndexedDataset | None
 ) -> Stream:
-    """Cut the split of `phase` out of a data set, or take all of its own. key: of the order of its
-    samples."""
+    """Cut the split of `phase` out of a data set, or take all of its own. key: of its samples'
+    order."""
     data = config.data
     if dataset.num_documents == 0:
         raise DataError(f"{dataset.index_path}: an empty data set: it holds no documents")
@@ -344,7 +342,7 @@ def _stream(
             f"{length + 1:,} (--sequence_length + 1)"
         )
     if phase == "training" and data.shuffle_documents and sample_order.shuffle != "none":
-        # Tables of an epoch and the next one, or of all that are shuffled together.
+        # Tables for an epoch and the next one, or for all that are shuffled together.
         keep = sample_order.epochs + 1
         order = ShuffledDocuments(
             dataset, documents, key, keep, sample_order.shuffle == "skip_first_epoch"
@@ -355,7 +353,7 @@ def _stream(
 
 
 def _order(config: Config, phase: str) -> SampleOrder:
-    """Return the order of a phase: validation and test keep the default, so that their results
+    """Return a phase's order: validation and test use the default, so that their results
     compare."""
     data = config.data
     if phase != "training":
@@ -437,7 +435,7 @@ def left_out(phases: dict[str, Phase]) -> list[str]:
 
 
 def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
-    """Yield warnings about data whose index seems to lack the borders that flags about documents
+    """Yield warnings about data whose index seems to lack the document boundaries that flags
     need."""
     data, end = config.data, -1
     if "training" not in phases or (data.truncate_documents and not data.needs_borders):
@@ -448,7 +446,7 @@ def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
         dataset = stream.dataset
         count = min(READ_AT_A_TIME, dataset.num_tokens)
         ends = np.count_nonzero(dataset.tokens.read(0, count) == end)
-        # The turns of a conversation, which has a mask, may end with that token, too.
+        # A conversation's turns, which have a mask, may also end with that token.
         if dataset.num_documents == 1 or (
             stream.mask is None and ends > len(dataset.runs(0, count))
         ):
@@ -465,8 +463,7 @@ def _reader(phase: Phase) -> StreamReader:
 
 
 def _weights(phases: dict[str, Phase], count: int) -> list[float]:
-    """Return the shares of the data sets in the samples of training, or of the first phase that
-    blends them."""
+    """Return the data sets' shares of training, or of the first phase that blends them."""
     for phase in phases.values():
         if isinstance(blend := _reader(phase).blend, Blend):
             samples = max(1, phase.schedule.consumed_samples(phase.iterations))

@@ -1,4 +1,4 @@
-"""Readers: from sample indices to an array of checked token ids.
+"""Read samples, as arrays of checked token ids, by index.
 
 Neither this module nor `workers.py` imports torch: loader workers run nothing else, so they start
 in a fraction of a second and take a tenth of the memory.
@@ -23,19 +23,19 @@ from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSa
 from megatron_lite.errors import DataError
 
 SEARCHED_TOKENS = 1 << 20  # at a time
-SLOW_MS = 1000.0  # a longer wait for a sample, or for a batch, is worth a warning
+SLOW_MS = 1000.0  # a longer wait for a sample or a batch gets a warning
 
 
 class Samples(NamedTuple):
     """k samples."""
 
     tokens: NDArray[Any]  # (k, s + 1) in an integer dtype
-    warnings: tuple[str, ...] = ()  # about slow reads, and about files that changed their date
+    warnings: tuple[str, ...] = ()  # about slow reads, and about files with a changed date
     # Lengths of the pieces of documents in the inputs (the first s tokens of each sample), sample
     # by sample. A document that began or ends in another sample has one piece in each. None if the
-    # reader does not look for them.
+    # reader does not record them.
     lengths: NDArray[np.int32] | None = None
-    masked: NDArray[np.bool_] | None = None  # (k, s) labels that count in no loss; None: all count
+    masked: NDArray[np.bool_] | None = None  # (k, s) labels without a loss; None: all have one
 
 
 class RandomReader(NamedTuple):
@@ -46,7 +46,7 @@ class RandomReader(NamedTuple):
     vocab_size: int
 
     def read(self, first: int, count: int) -> Samples:
-        """Make up samples first, first + 1, ..., first + count - 1."""
+        """Generate samples first, first + 1, ..., first + count - 1."""
         indices = np.arange(first, first + count)
         tokens = random_tokens(indices, self.sequence_length + 1, self.vocab_size, self.key)
         return Samples(tokens, lengths=np.full(count, self.sequence_length, dtype=np.int32))
@@ -54,15 +54,15 @@ class RandomReader(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """The documents of one split of one data set, as one stream of tokens."""
+    """One split's documents in one data set, as one stream of tokens."""
 
     dataset: IndexedDataset
     order: DocumentOrder
-    sampler: StreamSampler  # of packed documents, a "token" of the sampler is a sample
-    mask: DiskArray | None = None  # an entry for each token of the data set, see `masked_labels`
+    sampler: StreamSampler  # with packed documents, a "token" of the sampler is a sample
+    mask: DiskArray | None = None  # one entry per token of the data set, see `masked_labels`
 
     def check(self) -> list[str]:
-        """Check that the files are those of the start, see `DataFile.check`; return its
+        """Check that the files have not changed since the start, see `DataFile.check`; return its
         warnings."""
         arrays = [self.dataset.tokens]
         if self.order.by_document:
@@ -74,7 +74,7 @@ class Stream:
 
 @dataclass(eq=False)
 class StreamReader:
-    """Reads samples of a blend of streams and checks their token ids."""
+    """Reads samples from a blend of streams and checks their token ids."""
 
     streams: Sequence[Stream]
     blend: Blend | Concatenation
@@ -94,11 +94,10 @@ class StreamReader:
         self.dtype = np.dtype(np.int64) if self.fill else np.result_type(*dtypes)
 
     def read(self, first: int, count: int) -> Samples:
-        """Read samples first, first + 1, ..., first + count - 1 from the streams that the blend
-        names.
+        """Read samples first, first + 1, ..., first + count - 1 from the blend's streams.
 
-        Raises: DataError if a file has changed, cannot be read any more or holds a token id outside
-        the vocabulary.
+        Raises: DataError if a file has changed, cannot be read any more or contains a token id
+        outside the vocabulary.
         """
         places = self._locate(np.arange(first, first + count))
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
@@ -137,12 +136,12 @@ class StreamReader:
     def _finish(
         self, index: int, tokens: NDArray[Any], pieces: NDArray[np.int32], masked: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
-        """Rearrange the documents of a sample, (s + 1,), and mask its labels, (s,), as the options
-        say, in place.
+        """Rearrange a sample's documents, (s + 1,), and mask its labels, (s,), as configured, in
+        place.
 
         pieces: lengths of the pieces of documents; padding follows them.
 
-        Returns: the lengths of the pieces of the first s tokens.
+        Returns: the lengths of the pieces in the first s tokens.
         """
         filled = int(pieces.sum())
         if self.fill is not None:
@@ -158,8 +157,7 @@ class StreamReader:
         return inputs[inputs > 0]
 
     def _locate(self, indices: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the data set of each sample, and the epoch and the position of its first token in
-        that stream."""
+        """Return each sample's data set, epoch, and its first token's position in that stream."""
         if len(self.streams) == 1:
             return np.zeros_like(indices), *self.streams[0].sampler.places(indices)
         datasets, own = self.blend.locate(indices)
@@ -172,7 +170,7 @@ class StreamReader:
     def _bad_token(
         self, tokens: NDArray[Any], datasets: Integers, epochs: Integers, starts: Integers
     ) -> DataError:
-        """Make the error that names the first token id outside the vocabulary."""
+        """Return the error that names the first token id outside the vocabulary."""
         row, column = np.argwhere((tokens < 0) | (tokens.astype(np.int64) >= self.vocab_size))[
             0
         ].tolist()
@@ -183,7 +181,7 @@ class StreamReader:
 
 
 def outside(dataset: IndexedDataset, place: int, token: int, vocab_size: int) -> DataError:
-    """Return the error for a token id outside the vocabulary, at this place of `.bin`."""
+    """Return the error for a token id outside the vocabulary at this place in `.bin`."""
     document, offset = dataset.locate(place)
     return DataError(
         f"{dataset.tokens.path}: document {document}, offset {offset}: token id {token} "
@@ -194,10 +192,10 @@ def outside(dataset: IndexedDataset, place: int, token: int, vocab_size: int) ->
 def search(
     prefixes: Sequence[str], vocab_size: int, report: Callable[[DataError], None], ended: Event
 ) -> None:
-    """Report the first token id outside the vocabulary in some pairs, in a tenth of one core's
-    time, until `ended`."""
+    """Report the first token id outside the vocabulary in some pairs, using a tenth of one core,
+    until `ended`."""
     for prefix in prefixes:
-        dataset = IndexedDataset(prefix)  # with files of its own: this runs in a thread
+        dataset = IndexedDataset(prefix)  # with its own files: this runs in a thread
         for start in range(0, dataset.num_tokens, SEARCHED_TOKENS):
             begun = time.perf_counter()
             tokens = dataset.tokens.read(start, min(SEARCHED_TOKENS, dataset.num_tokens - start))
@@ -209,8 +207,7 @@ def search(
 
 
 def reads_of(runs: Sequence[Run]) -> list[Run]:
-    """Return the first token and length of each read: one for all documents that follow each other
-    in the file."""
+    """Return each read's first token and length: one read for documents contiguous in the file."""
     found = list[Run]()
     for place, length in runs:
         if found and sum(found[-1]) == place:
@@ -220,9 +217,9 @@ def reads_of(runs: Sequence[Run]) -> list[Run]:
 
 
 def masked_labels(mask: DiskArray, start: int, count: int) -> NDArray[np.bool_]:
-    """Return whether each of tokens [start, start + count) is left out of the loss, (count,).
+    """Return whether each of tokens [start, start + count) is excluded from the loss, (count,).
 
-    mask: 1 for each token of the data set that counts in the loss, else 0; see --loss_mask.
+    mask: 1 for each token of the data set with a loss, else 0; see --loss_mask.
 
     Raises: DataError if the mask cannot be read any more, or has another entry.
     """

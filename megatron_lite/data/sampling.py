@@ -1,24 +1,24 @@
-"""The order of samples: a pure function of (seed, phase, sample index), with nothing stored and
-nothing precomputed.
+"""Order samples by a pure function of (seed, phase, sample index), with nothing stored and nothing
+precomputed.
 
 The documents of a split, in file order, are one stream of tokens. An epoch cuts the stream into
 samples of s + 1 tokens that overlap by one (the last label of a sample is the first input of the
 next), and visits these slots in a pseudo-random order that a small keyed cipher computes one index
 at a time. So any sample of any epoch is found in O(1) time and memory: a resume costs nothing, and
 the order cannot depend on the number of iterations, ranks or workers. `SampleOrder` has the other
-orders, all found in the same way. The documents, too, may come in another order than the file's,
-also a function of key and epoch:
+orders, all computed the same way. Documents, too, may have another order than the file's, also a
+function of key and epoch:
 
 Shuffled documents: finding a token of the shuffled stream takes a table of cumulative lengths, one
-entry per 16 documents, which each process makes when it first reads from an epoch: 2.5 seconds and
-5 MB for 10 million documents, 60 MB at its peak. A sample then takes less than a millisecond.
+entry per 16 documents, which each process computes when it first reads from an epoch: 2.5 seconds
+and 5 MB for 10 million documents, 60 MB at its peak. A sample then takes less than a millisecond.
 
 Packed documents (--truncate_documents=0): whole documents in samples of a fixed capacity, as many
 as fit, without cutting any. Best fit decreasing on the histogram of lengths (Krell et al. 2021,
-arXiv:2107.02027): documents of one length are alike, so the longest go first, many at a time, each
-into the samples that it fills best. The plan is a few thousand patterns of lengths, however many
-documents there are, and depends on nothing but their number. An epoch visits the samples of the
-plan in a new order, and fills its patterns with other documents of the same lengths.
+arXiv:2107.02027): documents of one length are interchangeable, so the longest go first, many at a
+time, each into the samples that it fills best. The plan is a few thousand patterns of lengths, for
+any number of documents, and depends only on the number of documents per length. An epoch visits the
+plan's samples in a new order, and fills its patterns with other documents of the same lengths.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from megatron_lite.seeds import derive_seed
 Words = NDArray[np.uint64]
 SHUFFLES = ("epoch", "full", "skip_first_epoch", "none")
 PHASES = tuple(ITERATIONS)
-# Every evaluation reads a data set as the validation of a run with these seed, phase and place did
-# in earlier versions.
+# Every evaluation reads a data set like the validation of a run with these seed, phase and place in
+# earlier versions.
 EVALUATION = 1234, "validation", 0
 
 # 2**64 / golden ratio, odd: consecutive counters land far apart
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
-# Of `mix`. Making a scalar takes as long as adding two short arrays.
+# For `mix`. Creating a scalar takes as long as adding two short arrays.
 _30 = np.uint64(30)
 _27 = np.uint64(27)
 _31 = np.uint64(31)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-# arbitrary: an epoch's shift must not reuse the bits of its permutation
+# arbitrary: an epoch's shift must not reuse its permutation's bits
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)
-# arbitrary, too: of the permutation of all epochs together
+# arbitrary, too: for the permutation of all epochs together
 _ALL_SALT = np.uint64(0x8CB92BA72F3D8DD7)
-STRIDE = 16  # documents to an entry of the table
-_AT_A_TIME = 1 << 18  # documents while the table is made; a multiple of STRIDE
+STRIDE = 16  # documents per table entry
+_AT_A_TIME = 1 << 18  # documents per step while building the table; a multiple of STRIDE
 # arbitrary: documents must not be shuffled like samples
 _DOCUMENT_SALT = np.uint64(0xA24BAED4963EE407)
-# arbitrary, odd: other words than those of the order of samples
+# arbitrary, odd: words that differ from the order of samples'
 _EPOCH_SALT = np.uint64(0xC6A4A7935BD1E995)
 
 
 def mix(values: Words) -> Words:
-    """A bijection of 64-bit words in which every input bit flips every output bit with probability
+    """Map 64-bit words one to one so that every input bit flips every output bit with probability
     near 1/2.
 
     Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, constants: Stafford's
@@ -77,7 +77,7 @@ def mix(values: Words) -> Words:
 
 
 def permute(slots: Words, keys: Words, size: int) -> Words:
-    """Element-wise pseudo-random permutation of range(size); each element has its own key.
+    """Permute range(size) element-wise and pseudo-randomly; each element has its own key.
 
     slots: (k,) values below `size`; keys: (k,); returns (k,) values below `size`. For one key it is
     a bijection. A Feistel network over pairs (left, right) with right * a + left < a * b, a * b >=
@@ -87,7 +87,7 @@ def permute(slots: Words, keys: Words, size: int) -> Words:
     """
     assert size >= 1 and slots.shape == keys.shape, (size, slots.shape, keys.shape)
     if keys.size and (keys == keys[0]).all():
-        keys = keys[:1]  # nearly always: the samples are of one epoch
+        keys = keys[:1]  # nearly always: the samples are from one epoch
     schedule = mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * _GOLDEN)
     result = _encrypt(slots, schedule, size)
     outside = np.flatnonzero(result >= size)
@@ -99,7 +99,7 @@ def permute(slots: Words, keys: Words, size: int) -> Words:
 
 
 def _encrypt(values: Words, schedule: Words, size: int) -> Words:
-    """One pass of the network of `permute`: a bijection of range(a * b). schedule: (rounds, k), or
+    """Apply one pass of `permute`'s network: a bijection of range(a * b). schedule: (rounds, k), or
     (rounds, 1)."""
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size)) for size >= 1
     b = -(-size // a)
@@ -113,13 +113,13 @@ def _encrypt(values: Words, schedule: Words, size: int) -> Words:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of the samples of a data set, as a function of the index and a key."""
+    """The order of a data set's samples, as a function of index and key."""
 
     # epoch: reshuffled in every epoch; full: `epochs` epochs together; skip_first_epoch: the first
     # epoch in file order, the others as epoch; none: every epoch in file order.
     shuffle: str = "epoch"
     era: int | None = (
-        None  # shuffle only within windows of so many samples, which come in file order
+        None  # shuffle only within windows of this many samples; windows are in file order
     )
     epochs: int = 1
 
@@ -139,11 +139,11 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class StreamSampler:
-    """Start of every sample in a stream of tokens.
+    """The start of every sample in a stream of tokens.
 
-    The tokens that do not fill a last sample are not lost: every epoch starts its first sample a
-    little later, by a pseudo-random shift between zero and their number, so all tokens are read
-    sooner or later. The first epoch starts with the first token if it is in file order.
+    Tokens that do not fill a last sample are not lost: every epoch starts its first sample a little
+    later, by a pseudo-random shift between zero and their number, so all tokens are read sooner or
+    later. The first epoch starts with the first token if it is in file order.
     """
 
     num_tokens: int
@@ -159,8 +159,7 @@ class StreamSampler:
         return (self.num_tokens - 1) // self.sequence_length
 
     def places(self, indices: Integers) -> tuple[Integers, Integers]:
-        """Return the epoch of each sample, and the position of its first token in the stream of
-        that epoch.
+        """Return each sample's epoch, and its first token's position in that epoch's stream.
 
         A sample is the s + 1 tokens from there. indices: (k,) sample indices, from zero without
         bound; returns two (k,). Without `shuffle=full` the epoch is index // samples_per_epoch.
@@ -182,8 +181,7 @@ class StreamSampler:
         return epochs.astype(np.int64), (slots * self.sequence_length + shifts).astype(np.int64)
 
     def _of_all_epochs(self, indices: Words) -> tuple[Words, Words]:
-        """Return epochs and slots of samples that are shuffled over `order.epochs` epochs at a
-        time."""
+        """Return epochs and slots of samples shuffled over `order.epochs` epochs at a time."""
         size, together = self.samples_per_epoch, self.order.epochs
         rounds, slots = np.divmod(indices, size * together)
         keys = mix((np.uint64(self.key) ^ _ALL_SALT) + rounds * _GOLDEN)
@@ -192,7 +190,7 @@ class StreamSampler:
 
 
 def permute_within(slots: Words, keys: Words, size: int, window: int) -> Words:
-    """Permute range(size) as `permute`, but only within windows of `window` slots; the last one may
+    """Permute range(size) like `permute`, but only within windows of `window` slots; the last may
     be smaller."""
     if window >= size:
         return permute(slots, keys, size)
@@ -205,7 +203,7 @@ def permute_within(slots: Words, keys: Words, size: int, window: int) -> Words:
 
 
 def sampler_key(seed: int, phase: str, position: int) -> int:
-    """Return the key of the order in which `phase` reads data set number `position` of a blend."""
+    """Return the key for the order in which `phase` reads data set number `position` of a blend."""
     assert phase in PHASES, phase
     return derive_seed("sample order", seed, phase, position)
 
@@ -218,7 +216,7 @@ def sample_words(indices: Integers, length: int, key: int) -> Words:
 
 
 def random_tokens(indices: Integers, length: int, vocab_size: int, key: int) -> Integers:
-    """Make up samples, uniform over the vocabulary: (k,) indices -> (k, length).
+    """Return random samples, uniform over the vocabulary: (k,) indices -> (k, length).
 
     Token j of a sample is a pure function of (key, index, j).
     """
@@ -229,7 +227,7 @@ def random_tokens(indices: Integers, length: int, vocab_size: int, key: int) -> 
 
 
 class FileOrder:
-    """The documents of a split as a stream of tokens, in the order of the file.
+    """A split's documents as a stream of tokens, in file order.
 
     by_document: whether to cut runs where documents end, which reads the index.
     """
@@ -242,8 +240,8 @@ class FileOrder:
         self.num_tokens = dataset.first_token(documents.stop) - self._first_token
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
-        """Return where tokens [start, start + length) of an epoch's stream are, in order, without
-        empty runs.
+        """Return the places of tokens [start, start + length) of an epoch's stream, in order,
+        without empty runs.
 
         Raises: DataError if the index is damaged or cannot be read.
         """
@@ -252,7 +250,7 @@ class FileOrder:
 
 
 class ShuffledDocuments(FileOrder):
-    """The documents of a split as a stream of tokens, in a different order in every epoch."""
+    """A split's documents as a stream of tokens, in a different order in every epoch."""
 
     def __init__(
         self,
@@ -262,8 +260,8 @@ class ShuffledDocuments(FileOrder):
         keep: int = 2,
         skip_first_epoch: bool = False,
     ) -> None:
-        """keep: how many tables to remember, one per epoch. skip_first_epoch: read it in the order
-        of the file."""
+        """keep: how many tables to cache, one per epoch. skip_first_epoch: read it in file
+        order."""
         super().__init__(dataset, documents, by_document=True)
         self._key = key
         self._keep = keep
@@ -271,7 +269,7 @@ class ShuffledDocuments(FileOrder):
         self._tables: dict[int, Integers] = {}
 
     def runs(self, epoch: int, start: int, length: int) -> list[Run]:
-        """Return the runs as `FileOrder.runs`."""
+        """Return the runs; see `FileOrder.runs`."""
         if self._skip_first_epoch and epoch == 0:
             return super().runs(epoch, start, length)
         table, itemsize = self._table(epoch), self.dataset.tokens.dtype.itemsize
@@ -291,7 +289,7 @@ class ShuffledDocuments(FileOrder):
         return found
 
     def _order(self, epoch: int, first: int, count: int) -> Integers:
-        """Return documents [first, first + count) of an epoch's order; fewer at the end."""
+        """Return documents [first, first + count) in an epoch's order; fewer at the end."""
         slots = np.arange(first, min(first + count, len(self.documents)), dtype=np.uint64)
         # an array, since a product of scalars would warn
         epochs = np.array([epoch], dtype=np.uint64)
@@ -300,7 +298,7 @@ class ShuffledDocuments(FileOrder):
         return permute(slots, keys, len(self.documents)).astype(np.int64) + self.documents.start
 
     def _table(self, epoch: int) -> Integers:
-        """Return the tokens before each STRIDE-th document of an epoch."""
+        """Return the number of tokens before each STRIDE-th document of an epoch."""
         if epoch not in self._tables:
             while len(self._tables) >= self._keep:
                 del self._tables[next(iter(self._tables))]
@@ -317,22 +315,22 @@ class ShuffledDocuments(FileOrder):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Samples that hold documents of the same lengths."""
+    """Samples with documents of the same lengths."""
 
-    lengths: tuple[int, ...]  # the longest first
+    lengths: tuple[int, ...]  # longest first
     count: int
 
 
 def pack(counts: Integers, capacity: int) -> list[Pattern]:
-    """Pack documents into samples: best fit, the longest first.
+    """Pack documents into samples: best fit, longest first.
 
-    counts: (capacity + 1,) documents of each length; those without tokens are left out.
+    counts: (capacity + 1,) documents per length; those without tokens are skipped.
     """
     assert counts.shape == (capacity + 1,), (counts.shape, capacity)
     groups: dict[
         int, list[tuple[tuple[int, ...], int]]
-    ] = {}  # space that is left -> (lengths, samples)
-    spaces: list[int] = []  # the keys of `groups` above zero, rising
+    ] = {}  # remaining space -> (lengths, samples)
+    spaces: list[int] = []  # the keys of `groups` above zero, ascending
 
     def add(lengths: tuple[int, ...], samples: int) -> None:
         if not samples:
@@ -356,7 +354,7 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
                 lengths, samples = groups[space].pop()
                 if not groups[space]:
                     del groups[space], spaces[fitting]
-            # a sample is the best fit until it has no room for another document of this length
+            # A sample is the best fit until it has no room for another document of this length.
             many = space // length
             full = min(samples, left // many)
             left -= full * many
@@ -372,15 +370,15 @@ def pack(counts: Integers, capacity: int) -> list[Pattern]:
 
 
 class PackedDocuments:
-    """The samples of the documents of a split, as a pure function of epoch and slot.
+    """The samples of a split's documents, as a pure function of epoch and slot.
 
-    A process holds 4 bytes per document, and needs 1.5 s for the plan of 10 million documents.
+    A process stores 4 bytes per document, and needs 1.5 s for the plan of 10 million documents.
     """
 
     by_document = True
 
     def __init__(self, dataset: IndexedDataset, documents: range, capacity: int, key: int) -> None:
-        """Plan the samples of an epoch. Documents with more than `capacity` tokens are left out."""
+        """Plan an epoch's samples. Documents with more than `capacity` tokens are skipped."""
         self._dataset, self._first_document = dataset, documents.start
         self.capacity = capacity
         self.key = key
@@ -395,10 +393,9 @@ class PackedDocuments:
             np.int32 if sizes.size < 2**31 else np.int64
         )
         self._first = np.concatenate([[0], np.cumsum(counts)])  # of each length in `_by_length`
-        # slots of each pattern
+        # Slots of each pattern.
         self._ends = np.cumsum([pattern.count for pattern in self.patterns])
-        # Documents of each length that earlier patterns, and earlier places in this one, have
-        # taken.
+        # Documents of each length used by earlier patterns, and by earlier places in this one.
         taken: dict[int, int] = {}
         self._taken: list[tuple[int, ...]] = []
         for pattern in self.patterns:
@@ -413,11 +410,12 @@ class PackedDocuments:
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples of an epoch."""
+        """The number of samples per epoch."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def runs(self, epoch: int, slot: int, length: int) -> list[Run]:
-        """Return where the documents of a slot's sample are; they have `length` tokens or fewer."""
+        """Return the places of the documents in a slot's sample; they have at most `length`
+        tokens."""
         pointers = self._dataset.pointers
         sizes = self._dataset.sizes
         itemsize = self._dataset.tokens.dtype.itemsize
@@ -425,10 +423,10 @@ class PackedDocuments:
         return [(pointers[document] // itemsize, sizes[document]) for document in documents]
 
     def documents(self, epoch: int, slot: int) -> list[int]:
-        """Return the documents of a slot's sample in a random order, so that the longest is not
+        """Return the documents in a slot's sample in a random order, so that the longest is not
         always first.
 
-        Documents are numbered from the first of the split.
+        Documents are numbered from the split's first.
         """
         assert 0 <= slot < self.samples_per_epoch, (slot, self.samples_per_epoch)
         number = int(np.searchsorted(self._ends, slot, side="right"))
@@ -446,7 +444,7 @@ class PackedDocuments:
         return [found[index] for index in order]
 
     def _mixed(self, epoch: int, values: Integers) -> Words:
-        """Return pseudo-random words that depend on key, epoch and values."""
+        """Return pseudo-random words from key, epoch and values."""
         start = mix(np.array([self.key], np.uint64) + np.array([epoch], np.uint64) * _EPOCH_SALT)
         return mix(start + values.astype(np.uint64))
 

@@ -1,5 +1,5 @@
-"""Tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can also
-train one.
+"""Load tokenizers: bytes, built in, and any `tokenizer.json` of the `tokenizers` library, which can
+also train one.
 
 The byte tokenizer has ids 0 to 255 for the bytes of UTF-8 and 256 for the end of a document.
 `byte_tokenizer.json` describes it as a byte-level BPE without merges with the same ids, which
@@ -29,7 +29,7 @@ LARGEST_OBJECT_BYTES = 2**28
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 BYTE_FILE = Path(__file__).with_name("byte_tokenizer.json")
 END_OF_DOCUMENT = "<|endoftext|>"
-# Tokens that end a document in common tokenizers, in the order of preference.
+# Tokens that end a document in common tokenizers, in order of preference.
 END_OF_DOCUMENT_NAMES = (
     END_OF_DOCUMENT,
     "<|end_of_text|>",
@@ -42,7 +42,7 @@ END_OF_DOCUMENT_NAMES = (
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-# Patterns of other files of a tokenizer that an export copies, if they exist; it copies nothing
+# Patterns of a tokenizer's other files, which an export copies if they exist; it copies nothing
 # else.
 BESIDE = (
     SPECIAL_MAP,
@@ -55,14 +55,14 @@ BESIDE = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-# which take tokenizer.json as it is
+# which use tokenizer.json as it is
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# transformers makes a tokenizer.json of these files and patterns.
+# transformers creates a tokenizer.json from these files and patterns.
 _SOURCES = ("*.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class MarkedText(str):
-    """A text with the characters [start, end) of it that count in the loss."""
+    """A text whose characters [start, end) count in the loss."""
 
     def __new__(cls, text: str, spans: Sequence[tuple[int, int]]) -> MarkedText:
         marked = super().__new__(cls, text)
@@ -83,7 +83,7 @@ class JsonTokenizer:
     """A `tokenizer.json`; special tokens spelled out in a text are plain text unless
     `special_tokens` is set.
 
-    Attributes: `library`, the `tokenizers.Tokenizer` with its settings, and those that `__init__`
+    Attributes: `library`, the configured `tokenizers.Tokenizer`, and those that `__init__`
     explains.
     """
 
@@ -94,10 +94,10 @@ class JsonTokenizer:
         needs_end: bool = True,
         said: TokenizerFiles | None = None,
     ) -> None:
-        """Load a tokenizer. said: what its files say in effect; None: what they say.
+        """Load a tokenizer. said: content to use instead of its files; None: read them.
 
-        Documents end with the `eos_token` of `named_tokens`. Unless `needs_end`, a tokenizer
-        without any has the id -1.
+        Documents end with the `eos_token` of `named_tokens`. Unless `needs_end`, the id is -1
+        without any.
 
         Raises: DataError if the file cannot be read or has no such token.
         """
@@ -149,8 +149,7 @@ class JsonTokenizer:
         return [np.asarray(array("I", encoding.ids)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Any]) -> Iterator[NDArray[Any]]:
-        """Yield the ids of each MarkedText, with ~id in the place of a token that does not count in
-        the loss."""
+        """Yield each MarkedText's ids, with ~id for a token without a loss."""
         for encoding, text in zip(
             self.library.encode_batch(texts, add_special_tokens=False), texts, strict=True
         ):
@@ -167,10 +166,10 @@ class JsonTokenizer:
         return str(self.library.decode(visible, skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of UTF-8 that each id adds to a text, (vocab_size,): 0 for special
-        tokens.
+        """Return the number of UTF-8 bytes that each id adds to a text, (vocab_size,): 0 for
+        special tokens.
 
-        In a byte-level vocabulary each character is a byte; elsewhere, count what a token adds
+        In a byte-level vocabulary each character is a byte; elsewhere, the count is for a token
         after another token. A byte-fallback token such as <0x0A> is one byte.
         """
         added = self.library.get_added_tokens_decoder()
@@ -213,7 +212,7 @@ def load_tokenizer(
     needs_end: bool = True,
     said: TokenizerFiles | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer named `byte`, or a `tokenizer.json` as JsonTokenizer does. Raises: its
+    """Load the tokenizer named `byte`, or a `tokenizer.json` like JsonTokenizer. Raises: its
     errors."""
     return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, needs_end, said)
 
@@ -222,7 +221,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
     """Train a byte-level BPE with `vocab_size` tokens, including the end of a document, and write
     it to `path`.
 
-    The same texts give the same file. The tokenizer encodes and decodes every text exactly, also
+    The same texts give the same file. The tokenizer encodes and decodes every text exactly, even
     unseen ones.
 
     Raises: UsageError if `vocab_size` is below 257 or above 2**24; StorageError if `path` cannot be
@@ -255,10 +254,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
 
 
 def files_beside(tokenizer_file: Path) -> list[Path]:
-    """Return the files of BESIDE in the folder of a tokenizer.json.
+    """Return the files matching BESIDE in a tokenizer.json's folder.
 
-    Without a special_tokens_map.json that takes a token back: exports name the one that training
-    takes.
+    Excludes a special_tokens_map.json that removes a token: exports name the one that training
+    uses.
     """
     found = (
         path
@@ -282,15 +281,15 @@ def copy_tokenizer(
 ) -> dict[str, int | None]:
     """Copy a tokenizer into an export so that transformers loads it.
 
-    keep_class: of those that split text anew, too; else the class is one that gives the ids of
-    tokenizer.json.
+    keep_class: also keep a class that splits text itself; else use one that gives tokenizer.json's
+    ids.
 
-    Writes `tokenizer.json`, `tokenizer_config.json`, and the files of BESIDE in the folder of the
-    source. A tokenizer_config.json in that folder is copied, with a class and an end of document
-    added if it names none. If the source is not called tokenizer.json, the other files may belong
-    to another tokenizer: only the special tokens of the tokenizer_config.json are used, unless it
-    is named after the source (see `config_beside`). A tokenizer without an end of document is
-    copied without one.
+    Writes `tokenizer.json`, `tokenizer_config.json`, and the files matching BESIDE in the source's
+    folder. A tokenizer_config.json there is copied, with a class and an end of document added if it
+    names none. If the source is not called tokenizer.json, the other files may belong to another
+    tokenizer: only the special tokens of the tokenizer_config.json are used, unless it is named
+    after the source (see `config_beside`). A tokenizer without an end of document is copied without
+    one.
 
     Returns: bos_token_id and eos_token_id, None where unknown.
     Raises: DataError if `tokenizer_file` is not a tokenizer; StorageError if `directory` cannot be
@@ -326,12 +325,12 @@ def copy_tokenizer(
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Return whether a path is that of a file, or `byte`."""
+    """Return whether a path names a file, or `byte`."""
     return str(path) == BYTE or Path(path).is_file()
 
 
 def tokenizer_json(path: str | Path) -> bytes:
-    """Return the bytes of a tokenizer's file; for `byte`, those of a file with the same ids.
+    """Return a tokenizer file's bytes; for `byte`, a file with the same ids.
 
     Raises: DataError if it cannot be read.
     """
@@ -350,7 +349,7 @@ def tokenizer_json(path: str | Path) -> bytes:
 
 
 def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
-    """Load a `tokenizers.Tokenizer` from a file, or that of `byte`, or from its content.
+    """Load a `tokenizers.Tokenizer` from a file, from `byte`, or from its content.
 
     Raises: DataError if it cannot be read or is not a tokenizer.
     """
@@ -364,7 +363,7 @@ def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file holds none, cannot be read or is larger than
+    """Read a JSON object; empty if the file contains none, cannot be read or is larger than
     LARGEST_OBJECT_BYTES."""
     try:
         if path.stat().st_size > LARGEST_OBJECT_BYTES:
@@ -376,8 +375,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def config_beside(tokenizer_file: Path) -> Path:
-    """Return the place of a tokenizer's configuration; `x.tokenizer_config.json` of
-    `x.tokenizer.json` comes first."""
+    """Return a tokenizer's configuration file; for `x.tokenizer.json`, prefer
+    `x.tokenizer_config.json`."""
     own = tokenizer_file.with_name(tokenizer_file.name.removesuffix("tokenizer.json") + CONFIG_NAME)
     return (
         own
@@ -387,8 +386,8 @@ def config_beside(tokenizer_file: Path) -> Path:
 
 
 def read_files(tokenizer_file: str | Path) -> TokenizerFiles:
-    """Read a tokenizer.json, or `byte`, and its configuration with the special tokens that the
-    files beside it name.
+    """Read a tokenizer.json, or `byte`, and its configuration with the special tokens from the
+    files around it.
 
     As in transformers, a special_tokens_map.json comes first, unless the configuration lists all
     added tokens.
@@ -405,8 +404,7 @@ def read_files(tokenizer_file: str | Path) -> TokenizerFiles:
 def named_tokens(tokenizer: Any, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a configuration names.
 
-    `eos_token` is always one of the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if
-    any.
+    `eos_token` is always in the vocabulary: by default the first of END_OF_DOCUMENT_NAMES, if any.
     """
     tokens = {
         key: value.get("content") if isinstance(value, dict) else value

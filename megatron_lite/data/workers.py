@@ -54,7 +54,7 @@ class Workers:
         Raises: WorkerError if a worker dies immediately.
         """
         self._while_waiting = while_waiting
-        # no more workers than there are requests
+        # no more workers than requests
         first = list(itertools.islice(requests, num_workers))
         self._requests = itertools.chain(first, requests)
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -92,7 +92,7 @@ class Workers:
             yield self._receive(received)
 
     def _send_up_to(self, count: int) -> None:
-        """Send requests until workers have been sent `count`."""
+        """Send requests until workers have `count`."""
         for request in itertools.islice(self._requests, count - self._sent):
             self._send(self._sent, request)
             self._sent += 1
@@ -138,7 +138,8 @@ def _end(workers: list[tuple[BaseProcess, Connection]]) -> None:
 
 
 def how_it_ended(process: BaseProcess, flag: str) -> str:
-    """Say how a worker died, in words; `flag`: the number of workers, which each take memory."""
+    """Return in words how a worker died; `flag`: the number of workers, each of which takes
+    memory."""
     code = process.exitcode
     if code is None or code >= 0:
         return f"ended unexpectedly with exit code {code}"
@@ -161,15 +162,14 @@ def signals_held() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Leave the signals of `signals_held` to the parent; call in a worker."""
+    """Ignore the signals of `signals_held`, which only the parent handles; call in a worker."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
 
 
 def end_with_parent() -> None:
-    """Wait for the parent's end, and end this process at once; for a thread of a worker that is
-    busy."""
+    """Wait for the parent's end, then end this process at once; for a thread in a busy worker."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a worker"
     parent.join()
