@@ -18,7 +18,7 @@ from megatron_lite.config import Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 
-# Our activations -> Hugging Face's names for each; exports write the first.
+# Our activations -> Hugging Face's names; exports write the first.
 _SPELLINGS = {
     "gelu": "gelu_pytorch_tanh gelu_new gelu_fast gelu_python_tanh gelu_accurate",
     "gelu_exact": "gelu gelu_python",
@@ -204,8 +204,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def biases_of(architecture: str, model: ModelConfig) -> Options:
-    """Return the options of biases of a model exported as this architecture: its own, and biases
-    written as zeros."""
+    """Return the bias options of a model exported as this architecture: its own, and biases written
+    as zeros."""
     table = ARCHITECTURES[architecture]
     found = {option: option in table.always_biased for option in _BIASES}
     for options in table.biases.values():
@@ -245,8 +245,8 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
 
 
 def check_exports(config: Config) -> str | None:
-    """Return the `model_type` of the Hugging Face exports of a resolved configuration; None if
-    there are none.
+    """Return the `model_type` for a resolved configuration's Hugging Face exports; None without
+    any.
 
     Checks --export_model_type even without exports, because checkpoints store it for later
     conversions.
@@ -288,6 +288,6 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value of config.json shortened for an error message."""
+    """Return a value of config.json, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:70] + "..."

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model, read and written by the table in `architectures`. Imports no
+"""Read and write config.json of a Hugging Face model, by the table in `architectures`. Imports no
 torch.
 
 Every key of a file must be known: it maps to one of our options, must have the only value that we
@@ -24,10 +24,10 @@ from megatron_lite.huggingface.architectures import (
     shown,
 )
 
-TRAINING_KEY = "megatron_lite"  # what is known of the training, see `saved_state.TRAINING`
+TRAINING_KEY = "megatron_lite"  # what is known about the training, see `saved_state.TRAINING`
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
-# Names in rope_parameters that each type uses; ours begin with rope_, and are None for the other
+# Names in rope_parameters used by each type; ours begin with rope_, and are None for the other
 # types.
 _NAMES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -49,7 +49,7 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 
 
 def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Options, list[str]]:
-    """Return the options of rotary positions, and a list of problems.
+    """Return the rotary position options, and a list of problems.
 
     As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either
     over rope_theta. Values given twice must agree, because another version of transformers would
@@ -87,8 +87,8 @@ def _read_rope_object(
 ) -> tuple[Options, list[str]]:
     """Read one of the two objects; `theta` and `length` are rope_theta and
     max_position_embeddings."""
-    # Null counts as absent, but transformers takes a null `truncate` for false and an absent one
-    # for true.
+    # Null counts as absent, but transformers reads a null `truncate` as false and an absent one as
+    # true.
     given = {
         name: value for name, value in given.items() if value is not None or name == "truncate"
     }
@@ -106,7 +106,7 @@ def _read_rope_object(
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
         return values, problems
-    # transformers ignores names of another type, and one that the first YaRN models have.
+    # transformers ignores other types' names, and one that the first YaRN models have.
     known = (*ROPE_OPTIONS, "rope_finetuned")
     problems += [f"{key}: {name} is not known" for name in given if f"rope_{name}" not in known]
     problems += [
@@ -133,7 +133,7 @@ def _derive_yarn(given: JsonObject, length: Any) -> None:
         given[name] = given.get(name) or default
     given["truncate"] = given.get("truncate", True) or False
     scales = [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-    if "attention_factor" not in given and all(scales):  # else the two have no effect
+    if "attention_factor" not in given and all(scales):  # otherwise the two have no effect
         given["mscale"], given["mscale_all_dim"] = scales
 
 
@@ -215,7 +215,7 @@ def model_values(content: JsonObject) -> Options:
             f"config.json: model_type {shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
         )
     reading = _Reading(name, content)
-    dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key states them
+    dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key sets them
     values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
     values |= (
         reading.named() | reading.positions() | reading.biases() | {"window_size": reading.window()}
@@ -228,7 +228,7 @@ def model_values(content: JsonObject) -> Options:
 
 
 class _Reading:
-    """A config.json, with the keys used and problems found so far."""
+    """A config.json being read, with the keys used and problems found so far."""
 
     def __init__(self, name: str, content: JsonObject) -> None:
         self.name = name
@@ -283,7 +283,7 @@ class _Reading:
             )
             activation = "silu"
         values["activation_type"] = ACTIVATIONS[activation]
-        # Only a choice of precision, which transformers leaves open unless the key is true.
+        # Only a choice of precision, which transformers does not fix unless the key is true.
         if not values.get("attention_softmax_in_fp32", True):
             del values["attention_softmax_in_fp32"]
         return values
@@ -299,7 +299,7 @@ class _Reading:
         values["head_groups"] = groups
 
     def positions(self) -> Options:
-        """Return the options of rotary positions."""
+        """Return the rotary position options."""
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
         self.used |= set(ROPE_KEYS)
@@ -308,15 +308,14 @@ class _Reading:
         return values
 
     def biases(self) -> Options:
-        """Return the options of biases that files of the architecture always have or state by a
-        key."""
+        """Return the bias options that the architecture's files always have or set by a key."""
         found = dict.fromkeys(self.architecture.always_biased, True)
         for key, options in self.architecture.biases.items():
             found |= dict.fromkeys(options, self.flag(key))
         return found
 
     def window(self) -> int | None:
-        """Return the window of all layers; reject a window in only some."""
+        """Return the window of all layers; reject windows in only some."""
         if "sliding_window" not in self.architecture.defaults:
             return None
         window = self.get("sliding_window")
@@ -336,7 +335,7 @@ class _Reading:
         return window if with_window else None
 
     def _layers_with_window(self, window: Any) -> int:
-        """Count the layers with a window: stated by layer_types, or those from max_window_layers
+        """Count the layers with a window: listed in layer_types, or those from max_window_layers
         on."""
         types = self.get("layer_types")
         first = self.get("max_window_layers")
@@ -361,7 +360,7 @@ class _Reading:
         return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
-        """Report unknown keys and constants with other values."""
+        """Report unknown keys, and constants with other values."""
         constants = {
             **_CONSTANTS,
             **{key: (value,) for key, value in self.architecture.constants.items()},
@@ -398,7 +397,7 @@ def _is_count(value: Any) -> bool:
 def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObject:
     """Return config.json for a resolved configuration.
 
-    Has both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and
+    Contains both spellings of the dtype and of rotary positions: transformers 5 reads `dtype` and
     `rope_parameters`, older versions `torch_dtype`, `rope_theta` and `rope_scaling`.
 
     Args:

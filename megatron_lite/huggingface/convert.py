@@ -228,8 +228,8 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
 def described_config(
     source: WeightSource, export_dtype: str | None, model_type: str | None
 ) -> Config:
-    """Return a configuration for the model of a source, with the options saved in it; None: as
-    trained or read."""
+    """Return a configuration for a source's model, with the options saved in it; None: as trained
+    or read."""
     length = min(source.model.max_position_embeddings, BatchConfig.sequence_length)
     if isinstance(source, CheckpointSource):
         length = source.content.config.get("sequence_length", length)
@@ -283,7 +283,7 @@ def write_huggingface(
 def write_checkpoint(
     folder: Path, source: WeightSource, shapes: Shapes, config: Config, limit_bytes: int
 ) -> Manifest:
-    """Write a new checkpoint in files of at most `limit_bytes`, cut like `export_folder.split`.
+    """Write a new checkpoint in files of at most `limit_bytes`, divided like `export_folder.split`.
 
     config: the run's options, for a source without any.
 
@@ -331,8 +331,8 @@ def write_checkpoint(
 def _tensors(
     source: WeightSource, kept: CheckpointSource | None, shapes: Shapes
 ) -> Iterator[files.TensorToWrite]:
-    """Yield the tensors "parameter/kind" of a checkpoint. kept: the source, if its moments and
-    averages are copied."""
+    """Yield a checkpoint's tensors "parameter/kind". kept: the source, if its moments and averages
+    are copied."""
     for name, shape in shapes.items():
         if kept is None:
             read = functools.partial(read_whole, source, name, shape)
@@ -354,7 +354,7 @@ def _read_saved(source: CheckpointSource, name: str, kind: str) -> Tensor:
 
 
 def _fresh_state() -> dict[str, Any]:
-    """Return the state of a run before its first update."""
+    """Return a run's state before its first update."""
     scale = {"dynamic": False, "scale": 1.0, "good": 0, "patience": 0}
     window = {"loss": (0.0).hex(), "tokens": 0}
     return {

@@ -1,4 +1,4 @@
-"""Exports: folders for `transformers.AutoModelForCausalLM.from_pretrained`.
+"""Export folders for `transformers.AutoModelForCausalLM.from_pretrained`.
 
 All ranks gather one parameter at a time, and rank 0 writes it to its place (`export_folder`). A
 folder gets its final name only when it is complete.
@@ -27,8 +27,8 @@ from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.replicas import assembled
 
 Weights = Iterator[tuple[str, Tensor]]  # names and full tensors
-# Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out while a slow
-# disk catches up.
+# Ranks wait for rank 0 after this many bytes; otherwise the next gather could time out behind a
+# slow disk.
 AGREE_BYTES = 2**28
 WINDOW_NUMEL = 2**24  # fp32 elements gathered at a time on every rank: 64 MiB
 
@@ -38,7 +38,7 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     iterate to the end.
 
     In the training dtype these are the weights that the model computes with. For another
-    --export_dtype they come from the fp32 masters (or averages), to be rounded once.
+    --export_dtype they are fp32 masters (or averages), to be rounded once.
     """
     averaged = config.training.export_weights == "average"
     training_dtype = config.distributed.training_dtype
@@ -50,8 +50,8 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
 
 
 def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Weights:
-    """Yield (name, full fp32 weight) gathered from the master shards, on the host of rank 0; other
-    ranks get (0,).
+    """Yield (name, full fp32 weight) gathered from the master shards, on rank 0's host; other ranks
+    get (0,).
 
     Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0
     assembles one stage's flat range at a time, in host memory, from windows of all shards; devices
@@ -70,7 +70,7 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
 
 
 def _gather(part: FlatShard, owner: int, distributed: Distributed, average: bool) -> Tensor:
-    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on the host of rank 0; (1, 0)
+    """Return all tensor-parallel ranks' flat ranges, (ranks, numel), on rank 0's host; (1, 0)
     elsewhere.
 
     owner: the part's pipeline rank.
@@ -112,14 +112,13 @@ def save_huggingface(
     check: Callable[[], None] = lambda: None,
     trained: TrainingSummary | None = None,
 ) -> None:
-    """Write a Hugging Face folder, replacing an older one of the same name; all ranks call this
-    together.
+    """Write a Hugging Face folder, replacing an older one of the same name. Collective.
 
     Rank 0 rounds to --export_dtype and writes. The files do not depend on the order of the weights.
 
     Args:
-        weights: yields (parameter name, full weight) of the whole model, in the same order on every
-            rank. The next tensor may overwrite the previous one. Only the tensors of rank 0 are
+        weights: yields (parameter name, full weight) for the whole model, in the same order on
+            every rank. The next tensor may overwrite the previous one. Only rank 0's tensors are
             read.
         check: see `writing.Save`.
         trained: for the model card.
@@ -127,7 +126,8 @@ def save_huggingface(
     Raises:
         UsageError: if no architecture can express the model.
         NumericsError: on every rank, if a weight is too large for --export_dtype; no folder
-        appears. StorageError: on every rank, if the folder cannot be written.
+            appears.
+        StorageError: on every rank, if the folder cannot be written.
     """
     shapes = [(spec.name, tuple(spec.shape)) for spec in model.specs()]
     folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))

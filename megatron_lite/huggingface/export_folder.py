@@ -44,7 +44,7 @@ QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[
 
 
 class TensorPlace(NamedTuple):
-    """The place of a Hugging Face tensor."""
+    """A Hugging Face tensor's place."""
 
     file: str
     offset: int  # in the file, in bytes
@@ -55,11 +55,10 @@ class ExportFolder:
     """The files of an export, with the place of each Hugging Face tensor, and, after `create`, a
     folder being written.
 
-    `overflow` describes the first value that the dtype cannot hold, if any; after that nothing more
-    is written, and the folder must not be published. `progress` is to be closed after the last
-    `write`.
+    `overflow` describes the first value too large for the dtype, if any; after that nothing more is
+    written, and the folder must not be published. Close `progress` after the last `write`.
 
-    parameters: (name, shape) of ours. limit_bytes: for the tensors of one file.
+    parameters: our (name, shape). limit_bytes: for one file's tensors.
 
     Raises:
         UsageError: from the constructor, if no architecture can express the model.
@@ -107,7 +106,7 @@ class ExportFolder:
                 offset += sizes[name]
 
     def create(self, folder: Path) -> None:
-        """Make the folder, and the files with their headers and constants."""
+        """Create the folder, and the files with their headers and constants."""
         self._folder = folder
         folder.mkdir()
         for file, header in self.headers.items():
@@ -127,7 +126,7 @@ class ExportFolder:
         self.progress.add(self.num_bytes[name])
 
     def _write(self, name: str, flat: Tensor) -> None:
-        """Write the values of a tensor, rounded, in chunks."""
+        """Write a tensor's values, rounded, in chunks."""
         place, dtype = self.places[name], self.dtype
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
         descriptor = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
@@ -171,7 +170,7 @@ class ExportFolder:
             else copy_tokenizer(tokenizer_file, self._folder, keep_class)
         )
         model = Path(self.config.source.pretrained_checkpoint_path or "", "tokenizer.model")
-        if found and model.is_file():  # the data's tokenizer has none beside it
+        if found and model.is_file():  # without the data's tokenizer, none was copied
             shutil.copyfile(model, self._folder / model.name)
         is_trained = bool(training)
         ids = special_ids(origin.get("ids", {}), found, is_trained)
@@ -206,7 +205,7 @@ class ExportFolder:
 
 
 def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Split tensors, in order, into files of at most `limit_bytes`; a larger tensor gets its own
+    """Split tensors, in order, into files of at most `limit_bytes`; larger tensors get their own
     file.
 
     Source: `split_torch_state_dict_into_shards` of huggingface_hub.
@@ -227,14 +226,14 @@ def split(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
+    """Return a sort key that orders layer 2 before layer 10."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)
     ]
 
 
 def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:
-    """Assemble a Hugging Face tensor from rows of our parameter: a view if possible, else a copy on
+    """Assemble a Hugging Face tensor from our parameter's rows: a view if possible, else a copy on
     the host."""
     first = parts[0]
     if len(parts) == 1:

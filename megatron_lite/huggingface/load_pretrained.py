@@ -1,5 +1,5 @@
-"""Open the weights in a folder, and start a model from them: every rank reads only the elements of
-its own shards."""
+"""Open a folder's weights and start a model from them: every rank reads only its own shards'
+elements."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def open_one(
     weights: str = "raw",
     state: bool = False,
 ) -> WeightSource:
-    """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: what the
-    files describe.
+    """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: the one
+    in the files.
 
     Raises:
-        DamagedError: if the folder is a damaged checkpoint, or a Hugging Face folder that cannot be
-        used. CheckpointError: if it cannot be used.
+        DamagedError: if the folder is a damaged checkpoint, or an unusable Hugging Face folder.
+        CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
         return CheckpointSource(folder, weights == "average", state)
@@ -79,10 +79,11 @@ def open_source(
     experiment directory.
 
     Args:
-        kind: one of model_folder.KINDS; None: whichever the folder holds.
-        weights: raw, or average: the running averages in a checkpoint.
-        whole: of several, also read the values: damaged checkpoints are skipped with a warning, as
-        on resume. state: moments and averages will also be read; see `CheckpointSource`.
+        kind: one of model_folder.KINDS; None: any.
+        weights: raw, or average: a checkpoint's running averages.
+        whole: among several, also read the values: damaged checkpoints are skipped with a warning,
+            as on resume.
+        state: moments and averages will also be read; see `CheckpointSource`.
 
     Raises:
         CheckpointError: if there is none; suggests a fix.
@@ -109,12 +110,12 @@ def open_source(
 
 
 def with_state(found: list[tuple[str, Path]], needed: bool) -> list[tuple[str, Path]]:
-    """Return the checkpoints among several folders if what only they hold is needed, else all."""
+    """Return only the checkpoints among several folders if their state is needed, else all."""
     return [pair for pair in found if pair[0] == "distributed" or not needed] or found
 
 
 def unusable(folder: Path, found: list[tuple[str, Path]], problems: list[str]) -> CheckpointError:
-    """Return the error for a folder in which all checkpoints and exports are damaged."""
+    """Return the error for a folder whose checkpoints and exports are all damaged."""
     if len(found) == 1 and found[0][0] == "huggingface":
         return CheckpointError(f"{found[0][1]}: {problems[0]}")
     return CheckpointError(f"{folder}: no usable checkpoint: {shorten(problems)}; restore one")
@@ -127,8 +128,7 @@ FLAG = "--pretrained_checkpoint_path"
 def open_pretrained(
     config: Config, shapes: Shapes, distributed: Distributed, report: Callable[[str], None]
 ) -> WeightSource:
-    """Open and check the source named by the flags; all ranks call this together, before memory is
-    allocated.
+    """Open and check the source named by the flags, before memory is allocated. Collective.
 
     Args:
         shapes: of the model's parameters.
@@ -182,18 +182,19 @@ def open_pretrained(
 def _open_and_look(
     path: Path, kind: str, config: Config, shapes: Shapes, distributed: Distributed
 ) -> tuple[WeightSource | None, str | None]:
-    """Return the source, or None if its manifest is damaged, and the damage that this rank found,
-    if any."""
+    """Return the source, or None if its manifest is damaged, and any damage that this rank
+    found."""
     try:
         source = open_one(path, kind, config.model, state="optimizer" in config.source.load_parts)
     except DamagedError as error:
         return None, str(error)
     if kind == "distributed":
-        # The newest checkpoint completed the command line, and another may be the newest now.
+        # The command line was completed from the newest checkpoint, and another may be the newest
+        # now.
         theirs, own = vars(source.model), vars(config.model)
         if config.source.resize_vocabulary:
             theirs = {**theirs, "vocab_size": own["vocab_size"]}
-        if config.source.ignore_pretrained_config:  # but norm weights are stored that way
+        if config.source.ignore_pretrained_config:  # norm weights are stored that way anyway
             theirs = {**own, "zero_centered_normalization": theirs["zero_centered_normalization"]}
         check_architecture(theirs, config, str(source.folder))
     if config.source.resize_vocabulary:
@@ -212,7 +213,7 @@ def _open_and_look(
 
 
 def _together(distributed: Distributed, action: Callable[[], T]) -> T:
-    """Run an action on all ranks, naming the flag in its errors."""
+    """Run an action on all ranks; its errors name the flag."""
 
     def named() -> T:
         try:
@@ -233,11 +234,12 @@ def load_weights(
     """Fill the weight shards one by one; padding becomes zero, and parameters that the source lacks
     do not change.
 
-    resize: of --resize_vocabulary; with `random`, rows that the source lacks do not change.
+    resize: the value of --resize_vocabulary; with `random`, rows that the source lacks do not
+    change.
 
     Raises:
-        CheckpointError: on every rank, if a file can no longer be read or holds a value that is not
-        finite.
+        CheckpointError: on every rank, if a file can no longer be read or contains a value that is
+            not finite.
     """
 
     def fill() -> None:
@@ -266,23 +268,23 @@ def load_weights(
 def _read_rows(
     source: WeightSource, spec: ParameterSpec, tile: Tile, target: Tensor, with_mean: bool
 ) -> None:
-    """Read the rows of a vocabulary that a source has, and with `with_mean` fill the others with
-    the mean of all those.
+    """Read a source's vocabulary rows; `with_mean`, fill the missing rows with the mean of all
+    rows.
 
-    tile: a run, for tensor-parallel ranks have whole rows.
+    tile: a run, because tensor-parallel ranks have whole rows.
     """
     rows, width = source.model.vocab_size, spec.shape[1]
     kept = min(max(rows * width - tile.first, 0), tile.numel)
     source.read(spec.name, Tile.run(tile.first, kept), target[:kept])
-    if with_mean and kept < tile.numel:  # a few ranks
+    if with_mean and kept < tile.numel:  # on a few ranks
         values = read_whole(source, spec.name, (rows, width))
         columns = torch.arange(tile.first + kept, tile.first + tile.numel) % width
         target[kept:].copy_(values.mean(0, dtype=torch.float64)[columns])
 
 
 def partly(source: WeightSource, model: MultiStage) -> tuple[frozenset[str], str | None]:
-    """Return the model's parameters that a source lacks, and a line that names these and the
-    source's unused ones."""
+    """Return the parameters that a source lacks, and a line that names these and the source's
+    unused ones."""
     if not isinstance(source, CheckpointSource):
         return frozenset(), None
     ours = [spec.name for spec in model.specs()]

@@ -1,8 +1,8 @@
 """README.md of an export: the model, the data by name, the training and its command, as far as
 known.
 
-The license is left to whoever publishes the model. The card contains no folders or secrets: it
-names only the last part of a path, and omits options with private paths.
+Whoever publishes the model chooses the license. The card contains no folders or secrets: it names
+only the last part of a path, and omits options with private paths.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_lite.huggingface.origin import UNCHOSEN
 from megatron_lite.run.progress_line import format_count
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment
 
-# Areas whose options describe the training; those of other areas say where and how it ran and are
-# left out.
+# Areas whose options describe the training; options of other areas describe where and how it ran
+# and are omitted.
 AREAS = ("model", "learning_rate", "optimizer", "averaging", "training")
 # in the names of options with paths
 PRIVATE = ("path", "dir", "file", "script", "env", "folder", "prompts")
@@ -61,9 +61,9 @@ class TrainingSummary:
     losses: dict[str, float]  # by name, in nats per token
     counts: JsonObject  # see `data.counts`
     facts: JsonObject = field(default_factory=dict)  # see `saved_state.TRAINING`
-    # of the weights that it began with, see `read_origin`
+    # of the initial weights, see `read_origin`
     origin: JsonObject = field(default_factory=dict)
-    compared: bool = False  # whether the run itself says what AutoTokenizer makes of its exports
+    compared: bool = False  # whether the run itself reports AutoTokenizer's result
 
 
 def model_card(
@@ -77,9 +77,9 @@ def model_card(
 
     Args:
         config: resolved; only its model is used if `trained` is None, as for weights of unknown
-        origin. model_type: the architecture's name in transformers.
-        kept: lines of the card that the weights came with, such as the license; None or empty:
-        none.
+            origin.
+        model_type: the architecture's name in transformers.
+        kept: lines from the initial weights' card, such as the license; None or empty: none.
     """
     return TEXT.format(
         kept="\n".join(kept or [UNCHOSEN]),
@@ -154,7 +154,7 @@ def _table(rows: Iterator[tuple[str, str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a name without characters that are special in Markdown, YAML or a terminal."""
+    """Return a name without characters special in Markdown, YAML or a terminal."""
     return "".join(
         letter if letter.isprintable() and letter not in "`|<>\\" else "?" for letter in text
     )[:200]

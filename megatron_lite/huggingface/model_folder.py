@@ -1,9 +1,9 @@
 """A folder of weights: its kind, and the model that it describes. Imports no torch.
 
-The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints). A
-folder of several, or an experiment directory, stands for the newest good one in it; anything else
-is rejected by name, with a fix. A folder is untrusted input: its files may be links, as in the
-cache of the Hugging Face hub, but an index may only name files in the folder itself, JSON size is
+The kind is `huggingface` (config.json and safetensors files) or `distributed` (checkpoints). In a
+folder of several, or an experiment directory, the newest good one is used; anything else is
+rejected by name, with a fix. A folder is untrusted input: its files may be links, as in the cache
+of the Hugging Face hub, but an index may only name files in the folder itself, JSON size is
 limited, and pickles are never opened. The model is checked like a command line, against the types,
 bounds and rules of our options. Messages begin with the folder.
 """
@@ -46,12 +46,12 @@ _SHOWN = 100  # characters of a name shown in a message
 def source_folders(folder: Path, kind: str | None = None) -> list[tuple[str, Path]]:
     """Return the folder or the folders in it to read, each with its kind, one of KINDS.
 
-    Several come newest first; of one iteration the checkpoint comes before the export.
+    Several are sorted newest first; a checkpoint precedes the export of the same iteration.
 
     kind: the expected one; None: any.
 
     Raises:
-        CheckpointError: if the folder cannot be read or holds something else.
+        CheckpointError: if the folder cannot be read or contains something else.
     """
     names = _names(folder)
     try:
@@ -102,7 +102,7 @@ def _found(folder: Path, names: set[str]) -> list[tuple[str, Path]]:
 
 
 def is_experiment(names: Collection[str]) -> bool:
-    """Whether these are the names in an experiment directory, whose config.json is our own."""
+    """Return whether these names are an experiment directory's, whose config.json is our own."""
     ours = {"checkpoints", "metrics.jsonl"}.intersection(names) or {"runs", "exit.json"}.issubset(
         names
     )
@@ -110,7 +110,7 @@ def is_experiment(names: Collection[str]) -> bool:
 
 
 def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None) -> str:
-    """Say why a folder is not of the expected kind, and what to give instead."""
+    """Return why a folder is not of the expected kind, and what to give instead."""
     if found is not None:
         return f"it holds {found} weights, not {kind} ones; write {found} as its type, or leave the type out"
     if not names:
@@ -230,7 +230,7 @@ def checkpoint_values(config: Options, where: str) -> Options:
 
 
 def saved_model_type(config: Options) -> str | None:
-    """Return the --export_model_type of a checkpoint's flat configuration, if this version knows
+    """Return the --export_model_type in a checkpoint's flat configuration, if this version knows
     it."""
     name = config.get("export_model_type")
     return name if name in MODEL_TYPES else None

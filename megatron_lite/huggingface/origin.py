@@ -20,8 +20,8 @@ _KEPT = re.compile(
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder that concerns tokens (`ids`), `generation`, and lines of
-    its `card`."""
+    """Return a folder's token ids (`ids`) and `generation` settings from `config.json`, and lines
+    of its `card`."""
     content, header = read_object(folder / "config.json"), ""
     with contextlib.suppress(OSError, ValueError, IndexError):
         header = (folder / CARD_NAME).read_text("utf-8").split("---\n")[1].replace(UNCHOSEN, "")
@@ -36,8 +36,8 @@ def read_origin(folder: Path) -> dict[str, Any]:
 def special_ids(
     stated: Mapping[str, Any], tokenizer: Mapping[str, int | None], is_trained: bool
 ) -> dict[str, Any]:
-    """Return the ids of an export: as stated, or else the tokenizer's, whose end of a document ends
-    trained texts."""
+    """Return an export's ids: as stated, else the tokenizer's, whose end of document ends trained
+    texts."""
     ids = {key: tokenizer.get(key) if stated.get(key) is None else stated[key] for key in _IDS}
     ends, end = ids["eos_token_id"], tokenizer.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

@@ -1,4 +1,4 @@
-"""Where each row of our parameters is in the tensors of a Hugging Face model: one table for both
+"""Map each row of our parameters to the tensors of a Hugging Face model: one table for both
 directions.
 
 Ours            GPT-2, GPTBigCode              the others
@@ -24,7 +24,7 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 
 
 class MappedRows(NamedTuple):
-    """Rows of one of our parameters, and their place:
+    """Rows of one of our parameters, and their place in a Hugging Face tensor:
 
         theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
 
@@ -48,8 +48,8 @@ class Constant(NamedTuple):
     value: float
 
 
-# Columns: our module, GPT-2's and GPTBigCode's, and that of the other architectures ("-": none).
-# The second part of the table is inside a block.
+# Columns: our module, GPT-2's and GPTBigCode's, and the other architectures' ("-": none). The
+# second part of the table is inside a block.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -120,8 +120,7 @@ def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:
 def _parts(
     part: str, rows: int, modules: dict[str, str], architecture: str, model: ModelConfig
 ) -> list[tuple[str, int, int, int]]:
-    """Split one part of a block into (their layer, first row of ours, rows, first row of
-    theirs)."""
+    """Split one part of a block into (their layer, our first row, rows, their first row)."""
     if part == "attention.query_key_value":
         return list(_query_key_value(architecture, model))
     if part == "mlp.up" and model.gated:

@@ -1,9 +1,9 @@
-"""Model weights in files, read slice by slice: a rank reads only its shards, a converter one
+"""Read model weights from files, slice by slice: a rank reads only its shards, a converter one
 parameter at a time.
 
-A source knows where its files hold each element of our parameters, and has one chunk in memory at a
-time. For a Hugging Face folder, `weight_map.pieces` maps the rows of our parameters to rows of
-their tensors.
+A source knows where its files store each element of our parameters, and has one chunk in memory at
+a time. For a Hugging Face folder, `weight_map.pieces` maps our parameters' rows to rows of their
+tensors.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     model_type: str | None
     description: str  # a few words for the log
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
-    origin: JsonObject  # of the weights that it began with, see `read_origin`; empty if unknown
-    training: JsonObject  # what is known of it, see `saved_state.TRAINING`
+    origin: JsonObject  # of the initial weights, see `read_origin`; empty if unknown
+    training: JsonObject  # what is known about it, see `saved_state.TRAINING`
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
 
     @abc.abstractmethod
     def check(self, shapes: Shapes) -> None:
-        """Check that the files hold exactly the weights of a model with these parameters.
+        """Check that the files contain exactly the weights of a model with these parameters.
 
         Raises:
             CheckpointError: names missing, unexpected and misshapen parameters.
@@ -93,8 +93,7 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
             raise CheckpointError(f"{self.folder}: {problem}; {ADVICE}")
 
     def read(self, name: str, tile: Tile, target: Tensor) -> None:
-        """Fill `target` (n,), on any device and of any dtype, with the elements of a tile of a
-        parameter.
+        """Fill `target` (n,), on any device and of any dtype, with a parameter tile's elements.
 
         Raises:
             CheckpointError: if a file can no longer be read.
@@ -178,7 +177,7 @@ class CheckpointSource(WeightSource):
         self.training = training_facts(config["sequence_length"], data) if self.iteration else {}
         self.averaged, self._state = average, state
         self._good_share: tuple[int, int] | None = (
-            None  # (rank, world size) whose share is verified
+            None  # (rank, world size) whose share has been verified
         )
         if average and not any(
             "average" in saved.slices for saved in self.content.parameters.values()
@@ -195,8 +194,8 @@ class CheckpointSource(WeightSource):
         )
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Reads only the blocks to be used, or nothing if the share is
-        already verified."""
+        """See `WeightSource.damage`. Reads only the blocks to be used, or nothing if the share has
+        been verified."""
         if self._good_share == (rank, world_size):
             return None
         places = self.content.places(
@@ -230,21 +229,21 @@ class CheckpointSource(WeightSource):
         read_elements(self._files, saved, self._weights_kind(saved), tile, target)
 
     def read_state(self, name: str, kind: str, tile: Tile, target: Tensor) -> None:
-        """Read one of `manifest.KINDS`, which the checkpoint must hold, like `read`."""
+        """Read one of `manifest.KINDS`, which the checkpoint must contain, like `read`."""
         assert self._state, "it was not verified"
         with self._reported():
             read_elements(self._files, self.content.parameters[name], kind, tile, target)
 
 
-# Dtypes that can become weights. Files may also hold masks and counters.
+# Dtypes that can become weights. Files may also contain masks and counters.
 FLOATING = {"F64": torch.float64} | {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embedding.word.weight"  # ours
-VOCABULARY = (_EMBEDDING, "head.output.weight")  # with a row for each token
+VOCABULARY = (_EMBEDDING, "head.output.weight")  # with one row per token
 
 
 class StoredTensor(NamedTuple):
-    """The place of a tensor in a folder."""
+    """A tensor's place in a folder."""
 
     file: str
     offset: int  # of the first byte in the file
@@ -336,7 +335,7 @@ class HuggingFaceSource(WeightSource):
         self._refuse(list(dict.fromkeys(problems)), fix)
 
     def _problems(self, piece: MappedRows) -> list[str]:
-        """List the problems of a piece's tensor."""
+        """List the problems with a piece's tensor."""
         tensor = self._tensors.get(piece.name)
         if tensor is None:
             return [f"{piece.name} is missing"]
@@ -352,7 +351,7 @@ class HuggingFaceSource(WeightSource):
         return []
 
     def _tie(self) -> list[str]:
-        """Check that a stored head may be a copy of the tied embedding; `verify` compares
+        """Check that a stored head may be a copy of the tied embedding; `verify` compares the
         values."""
         (first, *_), _ = self._pieces[_EMBEDDING]
         embedding, self._tied_copy = self._tensors.get(first.name), self._tensors[_HEAD]
@@ -364,8 +363,8 @@ class HuggingFaceSource(WeightSource):
         return [f"{_HEAD} is not a copy of the embedding, although the model ties them"]
 
     def damage(self, rank: int = 0, world_size: int = 1) -> str | None:
-        """See `WeightSource.damage`. Files have no checksums, but the copy of a tied head must
-        equal the embedding."""
+        """See `WeightSource.damage`. Files have no checksums, but a tied head's copy must equal the
+        embedding."""
         if self._tied_copy is None:
             return None
         (first, *_), _ = self._pieces[_EMBEDDING]
@@ -399,7 +398,7 @@ class HuggingFaceSource(WeightSource):
             target.copy_(values - plus)
 
     def _read_piece(self, piece: MappedRows, width: int, wanted: Tile, target: Tensor) -> None:
-        """Fill `target` with a tile's elements in a piece."""
+        """Fill `target` with a tile's elements from a piece."""
         tensor = self._tensors[piece.name]
         first = piece.first_row * width
         numel = piece.rows * width
