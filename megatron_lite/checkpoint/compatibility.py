@@ -1,5 +1,5 @@
-"""Options, data and schedules that may or may not change between a checkpoint and a resume. Imports
-no torch."""
+"""Compare a checkpoint's options, data and schedules with a resume's, and refuse forbidden changes.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_lite.validation.learning_rate import learning_rate as schedule_pro
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.manifest import Manifest
 
-# of a data set: its number, the samples read in it, and all samples of it
+# of a data set: its number, the samples read in it, and all its samples
 _Epoch = tuple[int, int, int]
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
@@ -46,7 +46,7 @@ FREE = frozenset(
 )
 # Options that only name a run.
 NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
-# Option -> kind of change; changes of other options are only logged.
+# Option -> kind of change; other options' changes are only logged.
 KINDS = {
     **{name: ARCHITECTURE for name in vars(ModelConfig()) if name not in FREE},
     # The samples, or their order.
@@ -65,15 +65,15 @@ _FOLLOWED = {
 
 
 def saved_optimizer(saved: Options) -> str:
-    """Return the --optimizer of a flat saved configuration."""
+    """Return the --optimizer in a flat saved configuration."""
     return str(saved.get("optimizer", "adamw"))
 
 
 def keeps_moments(before: str, now: str, is_matrix: bool) -> bool:
-    """Whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
+    """Return whether a parameter keeps its moments when --optimizer changes from `before` to `now`.
 
-    From AdamW to Muon, the parameters that Muon leaves to AdamW keep them. From Muon to AdamW none
-    do: AdamW's bias correction uses one update count for all parameters, and the moments of
+    From AdamW to Muon, the parameters that Muon updates with AdamW keep them. From Muon to AdamW
+    none do: AdamW's bias correction uses one update count for all parameters, and the moments of
     matrices start now.
 
     is_matrix: Muon updates the parameter itself.
@@ -98,7 +98,7 @@ def optimizer_state(state: JsonObject, before: str, now: str) -> JsonObject:
 
 
 class Difference(NamedTuple):
-    """An option with different values in the checkpoint and on the command line."""
+    """An option whose value differs between the checkpoint and the command line."""
 
     name: str
     saved: Any
@@ -127,7 +127,7 @@ def differences(saved: Options, config: Config, *kinds: str | None) -> list[Diff
 
 
 def _with_tuples(saved: Options) -> Options:
-    """Convert lists of saved values to tuples, as in a configuration: JSON has no tuples."""
+    """Convert saved lists to tuples, as in a configuration: JSON has no tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
     }
@@ -136,7 +136,7 @@ def _with_tuples(saved: Options) -> Options:
 def check_architecture(saved: Options, config: Config, where: str) -> None:
     """Refuse to resume the checkpoint in folder `where` with another architecture.
 
-    `max_position_embeddings` counts only with a table of learned positions.
+    `max_position_embeddings` only counts with learned positions.
 
     Raises:
         CheckpointError: names every differing option with both values.
@@ -158,14 +158,14 @@ def check_architecture(saved: Options, config: Config, where: str) -> None:
 def moved_samples(
     saved: Options, config: Config, iterations: int, sets: Sequence[Sequence[Any]] = ()
 ) -> str | None:
-    """Warn that a changed batch size or sequence length repeats or skips samples after N
-    iterations, with a fix.
+    """Warn, with a fix, if a changed batch size or sequence length repeats or skips samples after N
+    iterations.
 
     The samples of an iteration follow from the current schedule, not from the samples read so far.
-    None: no change. sets: what was read of each data set, see `data.counts`.
+    None: no change. sets: samples read per data set, see `data.counts`.
     """
     batch = BatchConfig(**_saved_values(BatchConfig, saved))
-    if batch.batch_size is None:  # an older version may have saved it in another way
+    if batch.batch_size is None:  # an older version may have saved it differently
         return None
     before, now = batch_schedule(batch), batch_schedule(config.batch)
     read, counted = before.consumed_samples(iterations), now.consumed_samples(iterations)
@@ -207,7 +207,7 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
     default = vars(LearningRateConfig())
     changed = [name for name in now if now[name] != old[name]]
     drop = [f"--{name}" for name in changed if old[name] == default[name]]
-    # What is equal now may follow from a flag that is to be left out.
+    # Values that are equal now may derive from a flag that is to be removed.
     keep = [
         f"--{name}={shlex.quote(written(value))}"
         for name, value in old.items()
@@ -221,11 +221,11 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
 
 
 def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]:
-    """Return the lines of a table of a schedule changed after N iterations: old and new rate and
+    """Return a table, as lines, of a schedule changed after N iterations: old and new rate and
     batch size.
 
-    Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if both
-    schedules agree there.
+    Rows: the next iteration, the quarters of the remaining ones, and the last. Empty if the
+    schedules agree on these.
     """
     first, last = iterations + 1, config.training.train_iters
     before = _with_schedule_of(saved, config) if first <= last else None
@@ -262,7 +262,7 @@ def schedule_table(saved: Options, config: Config, iterations: int) -> list[str]
 
 
 def _with_schedule_of(saved: Options, config: Config) -> Config | None:
-    """Return `config` with saved learning rate and batch options; None if these are not a valid
+    """Return `config` with the saved learning rate and batch options; None if these are no valid
     schedule."""
     draft = Draft(
         **flatten(config)
@@ -275,7 +275,7 @@ def _with_schedule_of(saved: Options, config: Config) -> Config | None:
 
 
 def _saved_values(kind: type[Area], saved: Options) -> Options:
-    """Return the saved values of an area; an option that was not saved has its default."""
+    """Return an area's saved values, with defaults for options that were not saved."""
     return _with_tuples({name: saved.get(name, default) for name, default in vars(kind()).items()})
 
 
@@ -307,7 +307,7 @@ def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: st
 def _epochs(
     sets: Sequence[Sequence[Any]], config: Config, iterations: int, together: int = 1
 ) -> list[_Epoch]:
-    """Return the epoch of each data set; nothing if not all samples were counted. sets: see
+    """Return each data set's epoch; nothing if not all samples were counted. sets: see
     `data.counts`.
 
     together: epochs that are shuffled as one.
@@ -321,8 +321,8 @@ def _epochs(
 
 
 def _lost(epochs: Sequence[_Epoch]) -> str:
-    """Describe what other samples, or another order of them, repeat and leave out in the middle of
-    epochs."""
+    """Describe the samples repeated and skipped if the samples or their order change in
+    mid-epoch."""
     again = sum(read * (size - read) / size for _, read, size in epochs)
     if not again:
         return ""
@@ -331,8 +331,8 @@ def _lost(epochs: Sequence[_Epoch]) -> str:
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
-    """Return how to change the order of samples where next to nothing is lost, if the only data set
-    comes to there."""
+    """Return how to change the sample order at an epoch's end, where little is lost, if the only
+    data set gets there."""
     schedule, (_, read, size) = batch_schedule(config.batch), epochs[0]
     goal = schedule.consumed_samples(iterations) + size - read
     end = bisect.bisect_left(
@@ -345,7 +345,7 @@ def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -
 
 
 def _change_of_samples(difference: Difference, loaded: Manifest, config: Config) -> str | None:
-    """Describe a change of an option of samples, and what it costs; None if it loses nothing."""
+    """Describe a change of a sample option, and its cost; None if it loses nothing."""
     name = difference.name
     line = f"--{difference}"
     both = (loaded.config, vars(config.data))
@@ -360,7 +360,7 @@ def _change_of_samples(difference: Difference, loaded: Manifest, config: Config)
         return line  # an order within windows may repeat less
     if not epochs or name == "truncate_documents":
         return line + _lost(epochs)
-    # one order, if two
+    # values that all give the same order
     orders = {"skip_first_epoch", *("epoch" if number else "none" for number, *_ in epochs)}
     if not _lost(epochs) or (
         name == "shuffle" and orders == {some.get("shuffle") for some in both}
@@ -377,7 +377,7 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
             yield line
     before = loaded.state.get("data")
     if not before or not before["sets"] or not identity["sets"]:
-        return  # random tokens, or a checkpoint of an older version
+        return  # random tokens, or a checkpoint from an older version
     split, now = tuple(saved.get("split", config.data.split)), config.data.split
     if not _same_shares(split, now, 1):  # training reads the first documents
         kept = ",".join(f"{share:g}" for share in (split[0], 0, sum(split[1:])))
@@ -398,7 +398,7 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
             f"--{Difference('data_weights_schedule', old_schedule, new_schedule)}, in the iterations that are done"
         )
     pairs = list(itertools.zip_longest(old, new))
-    # A place in the list that no sample came from may have another data set, or none.
+    # A list position from which no sample was read may have another data set, or none.
     read = [any(some and some.is_read for some in pair) for pair in pairs]
     for number, (ours, theirs) in enumerate(pairs):
         if read[number] and not (
@@ -438,7 +438,8 @@ def data_changes(loaded: Manifest, config: Config, identity: JsonObject) -> Iter
 def _only_later(
     paths: Sequence[str], old: Sequence[WeightStage], new: Sequence[WeightStage], iterations: int
 ) -> str:
-    """Return flags that keep the weights of the iterations done, and then have the new ones."""
+    """Return flags that keep the weights of completed iterations, and use the new ones
+    afterwards."""
     stages = [stage for stage in old if stage.start < iterations]
     for stage, following in itertools.zip_longest(new, new[1:]):
         if following is None or following.start > iterations:
@@ -453,7 +454,7 @@ class _DataSet(NamedTuple):
     row: list[Any]  # of `data.fingerprint.identity`
     weight: float
     path: str
-    is_read: bool  # in the iterations done
+    is_read: bool  # in the completed iterations
 
     def __str__(self) -> str:
         documents, tokens, dtype, fingerprint = self.row
@@ -468,8 +469,8 @@ def _data_sets(
     iterations: int,
     count: int,
 ) -> tuple[list[_DataSet], list[WeightStage]]:
-    """Return the data sets of a run, and the stages of their weights, 0 for those up to `count`
-    that it does not have.
+    """Return a run's data sets and the stages of their weights, 0 for missing data sets up to
+    `count`.
 
     If a manifest contradicts itself, paths and weights are unknown.
     """
@@ -489,8 +490,8 @@ def _data_sets(
 
 
 def other_evaluations(loaded: Manifest, config: Config, identity: JsonObject) -> Iterator[str]:
-    """Yield a warning for each phase that now evaluates other data than before the checkpoint;
-    training goes on."""
+    """Yield a warning for each phase whose evaluation data changed since the checkpoint; training
+    continues."""
     shares = _same_shares(loaded.config.get("split", config.data.split), config.data.split)
     for phase, iterations in (("validation", "validation_iters"), ("test", "test_iters")):
         old, new = (
@@ -510,8 +511,7 @@ def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
     weights.
 
     It kept a frozen weight's 8-bit form, but not the form's delayed scale, until a gather; then it
-    also missed the weight's magnitude, which now counts in each iteration, as a trained weight's
-    does.
+    also missed the weight's magnitude, which now counts in each iteration like a trained weight's.
     """
     scales = loaded.state["optimizer"].get("scales", {})
     wrong = [
@@ -529,7 +529,7 @@ def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:
 
 
 def _same_shares(left: Sequence[float], right: Sequence[float], phases: int = 3) -> bool:
-    """Whether two values of --split give each of the first phases the same share."""
+    """Return whether two values of --split give each of the first phases the same share."""
     pairs = itertools.zip_longest(left, right, fillvalue=0.0)
     return all(
         math.isclose(a * sum(right), b * sum(left)) for a, b in itertools.islice(pairs, phases)

@@ -1,9 +1,9 @@
-"""Typed decoding of JSON: a value that does not fit its type is damaged; the error says where and
+"""Decode JSON into types: a value that does not fit its type is damaged; the error says where and
 what is expected.
 
 A type is a dictionary of types (an object with these keys; one that ends with "?" may be absent,
 and its object empty), a `NamedTuple` or a dataclass, or made of `list`, `dict`, `tuple`, `| None`,
-`Any`, `bool`, `int`, `float`, `int | float` and `str`, all but `Any` perhaps `Annotated` with a
+`Any`, `bool`, `int`, `float`, `int | float` and `str`; all but `Any` may be `Annotated` with a
 `Rule`.
 """
 
@@ -20,7 +20,7 @@ LARGEST_COUNT = 2**62
 
 
 class Rule(NamedTuple):
-    """A rule for values of a type: its description and its test."""
+    """A rule for a type's values: its description and its test."""
 
     words: str
     holds: Callable[[Any], object]
@@ -54,7 +54,7 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
 
     Raises:
         DamagedError: names the first place whose value does not fit. `where`: name of the top-level
-        value, if any.
+            value, if any.
     """
     try:
         return _decoder(kind)(value)

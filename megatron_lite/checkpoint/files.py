@@ -41,7 +41,7 @@ logger = logging.getLogger("megatron_lite")
 
 CHUNK_BYTES = 64 * 2**20  # memory for one read, and for one copy from a device
 LARGEST_BLOCK_BYTES = (
-    CHUNK_BYTES  # most that a reader holds in memory; older versions have larger blocks
+    CHUNK_BYTES  # most that a reader keeps in memory; older versions have larger blocks
 )
 AHEAD_BYTES = 32 * 2**20  # read-ahead of the disk while a processor sums earlier blocks
 FLUSH_BYTES = 16 * 2**20  # written back at a time, so that little is left for the final sync
@@ -89,8 +89,8 @@ def write_tensors(
     metadata: dict[str, str],
     progress: Callable[[int], None],
 ) -> WrittenFile:
-    """Write a new safetensors file and sync it; holds one tensor at a time. progress: gets the
-    bytes of each tensor.
+    """Write a new safetensors file and sync it, one tensor in memory at a time. progress: gets each
+    tensor's bytes.
 
     Raises:
         OSError: if the file exists or cannot be written.
@@ -177,10 +177,10 @@ def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
 
 
 class Files:
-    """The files of a folder as it is now; caches the latest open file and the latest partially read
+    """A folder's files as they are now; caches the latest open file and the latest partially read
     block.
 
-    saved: files whose blocks are checked when they are read.
+    saved: files whose blocks are checked when read.
     follow_links: see `open_regular`.
     """
 
@@ -200,17 +200,15 @@ class Files:
         # In the open file: start and end of the current sequential read, and the end of the
         # read-ahead.
         self._start = self._end = self._asked = 0
-        self.checked: dict[
-            str, list[list[int]]
-        ] = {}  # by file, ranges of blocks that were read and verified
+        self.checked: dict[str, list[list[int]]] = {}  # by file, ranges of blocks read and verified
 
     def read(self, name: str, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         """Read elements of this dtype into a tensor (n,), rounding to nearest if its dtype differs.
 
         Raises:
             DamagedError, OSError: if a checksum differs, the file is too short or it cannot be
-            opened. RotatedError: if the folder is gone, or another has its name: two checkpoints
-            are never mixed.
+                opened.
+            RotatedError: if the folder is gone or was replaced: two checkpoints are never mixed.
         """
         if self._file is None or name != self._name:
             self.close()
@@ -250,7 +248,7 @@ class Files:
                 part[:] = block[low - start : high - start]
 
     def _fill(self, offset: int, target: memoryview) -> None:
-        """Read bytes without a check."""
+        """Read bytes without checking them."""
         assert self._file is not None
         self._file.seek(offset)
         if offset != self._end:
@@ -266,8 +264,7 @@ class Files:
     def _read_ahead(self, descriptor: int) -> None:
         """Ask the system to read ahead, farther the longer a file is read sequentially.
 
-        The kernel itself often reads only 128 KiB ahead, so that the disk idles while a processor
-        sums.
+        The kernel itself often reads only 128 KiB ahead, so the disk idles while a processor sums.
         """
         wanted = self._end + min(self._end - self._start, AHEAD_BYTES)
         if wanted - self._asked >= AHEAD_BYTES // 4 and hasattr(os, "posix_fadvise"):
@@ -298,9 +295,9 @@ class Files:
 def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -> None:
     """Rename a complete, synced folder to its final name. A valid copy exists at all times.
 
-    Replace an older folder of that name if `is_ours`, otherwise move it to `<name>.aside-<nonce>`
-    and keep it. A rename cannot replace a folder that has files, so the new folder waits as
-    `.ready-<name>-<nonce>` while the old one moves away. After a crash in between, `recover`
+    Replaces an older folder of that name if `is_ours`, otherwise renames it to
+    `<name>.aside-<nonce>`. A rename cannot replace a folder with files, so the new folder waits as
+    `.ready-<name>-<nonce>` while the old one is moved. After a crash in between, `recover`
     completes the replacement.
     """
     nonce = temporary.name[-16:]
@@ -333,7 +330,7 @@ def publish(temporary: Path, directory: Path, is_ours: Callable[[Path], bool]) -
 def recover(root: Path, only: str | None = None) -> None:
     """Finish interrupted replacements in `root` and delete the remains of interrupted saves.
 
-    only: the final name of one folder, if `root` also holds files of other programs; None: all.
+    only: one folder's final name, if `root` also contains other programs' files; None: all.
     """
     for path, name in work_folders(root, "ready"):
         if only in (None, name) and not os.path.lexists(root / name):
@@ -346,7 +343,7 @@ def recover(root: Path, only: str | None = None) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete our files in a folder, then the folder, unless it holds anything else.
+    """Delete our files in a folder, then the folder, unless it contains anything else.
 
     Links are unlinked, never followed. Failures only log a warning, because nothing depends on the
     deletion.

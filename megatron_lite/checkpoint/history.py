@@ -1,8 +1,8 @@
-"""Which run a checkpoint belongs to, and which options its iterations had.
+"""Identify the run that a checkpoint belongs to, and the options of its iterations.
 
-Every checkpoint holds both. Iterations of one run with the same options are interchangeable,
-whoever computed them: a machine whose disk is older than the mirror goes on from the mirror. Where
-the options differ, the histories fork, and only the user can say which of the two goes on.
+Every checkpoint stores both. Iterations of one run with the same options are interchangeable,
+whoever computed them: a machine whose disk is older than the mirror continues from the mirror.
+Where the options differ, the histories fork, and only the user can decide which one continues.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _OTHER_OPTIONS = (
 
 
 class History(NamedTuple):
-    """The history of a run up to some iteration."""
+    """A run's history up to some iteration."""
 
     run: str  # 16 hexadecimal digits
     changes: Sequence[tuple[int, str]]  # iterations done, and a digest of the options from then on
 
     def continued(self, iteration: int, config: Config) -> History:
-        """Return the history of a start that goes on after `iteration` with these options."""
+        """Return the history of a start that continues after `iteration` with these options."""
         options = [vars(getattr(config, area)) for area in _AREAS]
         others = flatten(config)
         found = digest([*options, [others[name] for name in _OTHER_OPTIONS]])
@@ -36,17 +36,17 @@ class History(NamedTuple):
         return History(self.run, (*self.changes, (iteration, found)))
 
     def state(self) -> JsonObject:
-        """Return the part of a checkpoint's state; see `saved_state.RUN_STATE`."""
+        """Return this part of a checkpoint's state; see `saved_state.RUN_STATE`."""
         return {"history": self._asdict()}
 
     def options_after(self, iteration: int) -> str | None:
-        """Return the digest of the options after `iteration`; None if unknown, as an older version
-        saved no history."""
+        """Return the digest of the options after `iteration`; None if an older version saved no
+        history."""
         return next((found for start, found in reversed(self.changes) if start <= iteration), None)
 
 
 def history_of(content: Manifest) -> History:
-    """Return the history of a checkpoint. One of an older version names its run by itself."""
+    """Return a checkpoint's history. One from an older version gets its own run id."""
     saved = content.state.get("history")
     if saved is None:
         return History(digest(content.save_id), ())
@@ -54,8 +54,8 @@ def history_of(content: Manifest) -> History:
 
 
 def shared_iterations(one: Manifest, other: Manifest) -> int:
-    """Return the number of iterations, from the first one on, that two checkpoints of one run have
-    in common."""
+    """Return the number of iterations, from the first one on, that two checkpoints of one run
+    share."""
     left, right = history_of(one), history_of(other)
     starts = sorted({0, *(start for start, _ in (*left.changes, *right.changes))})
     end = min(one.iteration, other.iteration)
@@ -65,7 +65,7 @@ def shared_iterations(one: Manifest, other: Manifest) -> int:
 
 
 def counts_of(content: Manifest) -> JsonObject:
-    """Return what the iterations of a checkpoint have read, see `data.counts`.
+    """Return what a checkpoint's iterations have read, see `data.counts`.
 
     An earlier version did not count. Its stage is known if the run always had the same options.
     """

@@ -1,5 +1,4 @@
-"""manifest.json: the content of a checkpoint, and where its files hold each element of each
-parameter.
+"""manifest.json: a checkpoint's content, and where its files store each element of each parameter.
 
 ```
 {"format": "megatron_lite_checkpoint", "version": 6, "save_id": "...", "iteration": 100,
@@ -17,7 +16,7 @@ A file has a CRC-32 per block, so that reading some bytes verifies little else. 
 byte offset in the file, bytes, first element of the flattened parameter, run]. Its elements are
 consecutive if `run` is their number. Otherwise they are `run` consecutive elements in each of
 several adjacent rows of the parameter (of `shape[0]`): the columns of a tensor-parallel rank.
-Slices alone let any layout read any other. Each element is in one slice, even if several ranks hold
+Slices alone let any layout read any other. Each element is in one slice, even if several ranks have
 it.
 
 `dtype` is the dtype of the weights; everything else is float32. A trained parameter also has its
@@ -25,7 +24,7 @@ optimizer state (`exp_avg`, or `exp_avg` and `exp_avg_sq`) and, with averaging, 
 parameter has only weights, in float32, bfloat16 or float16.
 
 `crc32` covers every byte before its own line, so `read` returns what `dump` wrote, unless the
-manifest was forged. A forged one raises `DamagedError` or is taken as it stands, but never leads to
+manifest was forged. A forged one raises `DamagedError` or is accepted as is, but never leads to
 bytes outside the files it lists.
 
 Versions 3 to 5 are still read. Their files have a single checksum; slices have a checksum before
@@ -114,8 +113,8 @@ class Manifest:
         }
 
     def misfits(self, shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> list[str]:
-        """List parameters whose name or shape differs from a model's. partial: ignore those that
-        the model lacks."""
+        """List parameters whose name or shape differs from a model's. partial: ignore those missing
+        in the model."""
         saved = self.parameters
         found = [f"{name} is not in the checkpoint" for name in shapes if name not in saved]
         for name, shape in shapes.items():
@@ -129,12 +128,12 @@ class Manifest:
 
 
 def tensor_name(stage: int, frozen: bool, kind: str) -> str:
-    """Return the name of a shard in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
+    """Return a shard's name in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
     return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
 
 
 def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:
-    """Return the metadata in the header of a rank's file."""
+    """Return the metadata for the header of a rank's file."""
     return {"format": FORMAT, "save_id": save_id, "iteration": str(iteration), "rank": str(rank)}
 
 
@@ -178,7 +177,7 @@ def read(folder: Path, iteration: int | None = None) -> Manifest:
     parents may be.
 
     Raises:
-        DamagedError: if it is missing, damaged, or not of this iteration.
+        DamagedError: if it is missing, damaged, or not for this iteration.
     """
     if iteration is not None and folder.is_symlink():
         raise DamagedError(A_LINK)
@@ -274,10 +273,10 @@ def _upgrade(values: JsonObject, version: int) -> None:
 
 
 def _parameter(name: str, value: Any, files: Mapping[str, SavedFile]) -> SavedParameter:
-    """Decode a parameter; check that a parameter's slices lie in listed files and add up to its
-    number of elements.
+    """Decode a parameter; check that its slices are within listed files and add up to its number of
+    elements.
 
-    Gaps between columns are found where they are read.
+    Gaps between columns are found when reading them.
     """
     entry = decode(_PARAMETER, value, f"parameters.{ascii(name[:80])[1:-1]}")
     slices = {kind: [Slice(*row) for row in entry[kind]] for kind in KINDS if kind in entry}

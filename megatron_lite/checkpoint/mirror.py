@@ -1,12 +1,12 @@
-"""--mirror: a copy of a run's checkpoints, exports and records in remote storage, made by a thread
-of rank 0.
+"""Mirror a run's checkpoints, exports and records to remote storage, in a thread of rank 0
+(--mirror).
 
-The layout is that of the experiment directory. A folder there counts once its mark is there, which
-is written last: manifest.json of a checkpoint, mirror.json of a Hugging Face export. A folder of
-another save loses its mark first. Each pass of the thread compares and completes, also what an
-earlier start has left.
+The layout is the experiment directory's. A remote folder counts once its mark exists, which is
+written last: manifest.json for a checkpoint, mirror.json for a Hugging Face export. A folder from
+another save loses its mark first. Each pass of the thread compares and completes, including remains
+of an earlier start.
 
-A mirror belongs to one run, and one start at a time writes there: its own mirror.json names both.
+A mirror belongs to one run, and one start at a time writes to it: its own mirror.json names both.
 Stores without conditional writes let two starts write it at once, so a start reads it back after a
 pause, and again before each pass.
 """
@@ -51,10 +51,10 @@ from megatron_lite.run.durable_files import pause_s, replace_file, sync_files
 from megatron_lite.run.remote_storage import RemoteFolder, failure
 from megatron_lite.run.stop_signal import StopSignal
 
-MARK_NAME = "mirror.json"  # of an export; in the folder of the mirror itself, whose it is
+MARK_NAME = "mirror.json"  # of an export; in the mirror's own folder, its owner
 PROBE_NAME = "write_test"
 Rotation = tuple[int, int, int | None, Collection[int]]  # see `checkpoints_to_delete`
-# a run elsewhere continues them
+# a run elsewhere resumes with them
 RECORDS = ("config.json", "metrics.jsonl", "samples.jsonl", "wandb.json")
 PATIENCE_S, STOPPED_PATIENCE_S = 60.0, 10.0  # at the end of a run, with a store that fails
 LEAST_BYTES_S = 100_000  # a stopped run does not wait for a store that is slower
@@ -65,14 +65,14 @@ _POLL_S = 0.05
 class Mirror:
     """The mirror of the experiment directory `root`.
 
-    Call `compare` and `fetch` to find and restore what is there, `begin` once the run is known,
-    then `update` whenever there is something new.
+    Call `compare` and `fetch` to find and restore its content, `begin` once the run is known, then
+    `update` whenever there is something new.
 
     on_loss: called once, from the thread, when another run or start has claimed the mirror.
 
     Attributes:
-        usable: iterations there that this start may use, with the manifests that were read to find
-        this out.
+        usable: remote iterations that this start may use, with the manifests read to determine
+            this.
 
     Raises:
         UsageError: if the mirror overlaps the directory; also see `open_storage`.
@@ -98,18 +98,18 @@ class Mirror:
                 f"{self._flag}: it is, contains or lies in --experiment_dir={root}; choose another folder"
             )
         self.usable: dict[int, Manifest | None] = {}
-        self._manifests: dict[int, Manifest] = {}  # of checkpoints there
+        self._manifests: dict[int, Manifest] = {}  # of remote checkpoints
         self._claim = {"run": "", "start": new_nonce(), "host": socket.gethostname()}
         self._expected: dict[str, Any] | None = (
-            None  # the claim there, unless another start has written its own
+            None  # the remote claim, unless another start has written its own
         )
         self._on_loss = on_loss
         self._lost: StorageError | None = None  # once another run or start has claimed the mirror
-        self._sent = set[tuple[Path, int, int]]()  # what is there, see `_identity`
+        self._sent = set[tuple[Path, int, int]]()  # what is already remote, see `_identity`
         self._permanent: dict[int, bool] = {}  # see `_rotate`
-        self._current = root  # under upload; root: nothing
+        self._current = root  # being uploaded; root: nothing
         self._rotation: Rotation | None = None
-        self._rotated: Rotation | None = None  # the last one that was carried out
+        self._rotated: Rotation | None = None  # the last one carried out
         self._wake = threading.Event()
         self._asked = 0
         self._done = 0
@@ -121,15 +121,16 @@ class Mirror:
     # ----------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find the checkpoints there that this start may use.
+        """Find the remote checkpoints that this start may use.
 
-        Where the options of iterations differ between here and there, --mirror_ahead says which
-        side goes on, and the checkpoints of the other one are set aside.
+        Where the options of iterations differ between local and remote, --mirror_ahead decides
+        which side continues, and the other side's checkpoints are set aside.
 
         Raises:
             StorageError: if the mirror cannot be read, or an empty one written: no run may begin
-                beside its mirror. Or if it belongs to another run.
-            CheckpointError: if only --mirror_ahead could decide which side goes on.
+                without
+                its mirror. Or if it belongs to another run.
+            CheckpointError: if only --mirror_ahead could decide which side continues.
         """
         with self._needed():
             claim, iterations = self._read_claim(), self._iterations()
@@ -138,8 +139,8 @@ class Mirror:
             newest = there = _first(iterations, self._read_manifest)
             newest_here = here = _first(found, self._own_manifest)
             wanted = self._options.resume_iteration
-            # Once a side has followed it, the newest ones tell whether the other side is on the
-            # branch that was left.
+            # Once a side has followed it, the newest ones show whether the other side is on the
+            # abandoned branch.
             if wanted is not None and wanted not in map(_followed, (here, there)):
                 here, there = (
                     _first([one for one in side if one == wanted], read)
@@ -165,7 +166,7 @@ class Mirror:
         return good_manifest(self._checkpoints / str(iteration))
 
     def _read_manifest(self, iteration: int) -> Manifest | None:
-        """Return the manifest of a checkpoint there; None, with a warning, if it is not whole."""
+        """Return a remote checkpoint's manifest; None, with a warning, if it is incomplete."""
         name = f"checkpoints/{iteration}"
         if (content := self._remote.read(f"{name}/{MANIFEST_NAME}")) is None:
             logger.warning("%s: %s is not complete; skipped", self._flag, name)
@@ -179,8 +180,8 @@ class Mirror:
     def _refuse_another_run(
         self, here: Manifest | None, there: Manifest | None, claim: dict[str, Any] | None
     ) -> None:
-        """Refuse a mirror that is not of this run. One of an older version names no run: compare
-        the checkpoints."""
+        """Refuse another run's mirror. An older version's mirror names no run: compare the
+        checkpoints."""
         if here is None:
             is_other = there is None and claim is not None
         else:
@@ -222,7 +223,7 @@ class Mirror:
         """Restore a checkpoint, the best one that it names, and the records.
 
         Returns:
-            Whether it is whole there; None if this start may use no such checkpoint.
+            Whether it is complete there; None if this start may use no such checkpoint.
 
         Raises:
             StorageError: if the mirror cannot be read.
@@ -248,7 +249,7 @@ class Mirror:
                 self._remote.read(f"{name}/{MANIFEST_NAME}") or b""
             )
             for file_name, file in manifest.read(temporary).files.items():
-                with contextlib.suppress(FileNotFoundError):  # which `check_blocks` reports
+                with contextlib.suppress(FileNotFoundError):  # reported by `check_blocks`
                     self._remote.download(f"{name}/{file_name}", temporary / file_name)
                 check_blocks(temporary, file_name, file)
             self._restore_records()
@@ -260,11 +261,11 @@ class Mirror:
         logger.info("restored %s from %s (%.1f s)", name, self._flag, time.perf_counter() - start_s)
         for best in best_of(folder):
             if not (self._checkpoints / str(best)).exists():
-                self.fetch(best)  # the run goes on without, and says so
+                self.fetch(best)  # the run continues without it, and logs that
 
     def _restore_records(self) -> None:
-        """Restore the records; add the lines there to those here, of which a later one of an
-        iteration counts."""
+        """Restore the records; append remote lines to local ones, since an iteration's last line
+        counts."""
         for name in RECORDS:
             path, there = self._root / name, self._remote.read(name)
             here = path.read_bytes() if path.exists() else b""
@@ -275,7 +276,7 @@ class Mirror:
             )
 
     def set_aside(self, after: int) -> None:
-        """Move the checkpoints there after an iteration to a new folder there, with a copy of the
+        """Move remote checkpoints after an iteration to a new remote folder, with a copy of the
         records.
 
         Raises:
@@ -297,7 +298,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _needed(self) -> Iterator[None]:
-        """Turn any error of the store into one of a start, which must not go on without its
+        """Convert any store error to one that stops a start, which must not continue without its
         mirror."""
         try:
             yield
@@ -315,19 +316,17 @@ class Mirror:
         self._claim["run"] = run
 
     def _read_claim(self) -> dict[str, Any] | None:
-        """Return whose the mirror is; None if it is nobody's, or has no id as one of an older
-        version."""
+        """Return the mirror's owner; None without one, or without an id, as in an older version."""
         with contextlib.suppress(ValueError):
             claim = parse_json(self._remote.read(MARK_NAME) or b"{}")
             return claim if isinstance(claim, dict) and "run" in claim else None
         return None
 
     def _check_claim(self) -> None:
-        """Claim the mirror at the first call, and find out at each one whether the claim still
-        holds.
+        """Claim the mirror at the first call, and check at each one whether the claim still holds.
 
         Raises:
-            StorageError: if another run or start has claimed it since this start has looked.
+            StorageError: if another run or start has claimed it since this start looked.
         """
         if (there := self._read_claim()) == self._claim:
             return
@@ -348,21 +347,21 @@ class Mirror:
     # --------------------------------------------------------------------------------------
 
     def update(self, rotation: Rotation | None = None) -> None:
-        """Let the thread copy what is new, then rotate the checkpoints there like those here;
-        return at once."""
+        """Let the thread copy what is new, then rotate remote checkpoints like local ones; return
+        at once."""
         self._rotation = rotation or self._rotation
         self._asked += 1
         self._wake.set()
 
     def held(self) -> set[int]:
-        """Return the iteration under upload, which must stay: a slow store would never get a whole
-        checkpoint."""
+        """Return the iteration being uploaded, which must be kept: a slow store would never get a
+        whole checkpoint."""
         current = self._current
         return {int(current.name)} if current.parent == self._checkpoints else set()
 
     def close(self, limit_s: float, stop: StopSignal | None) -> None:
-        """Wait until all is there: up to a limit, or until the store has failed for a minute or a
-        signal arrives.
+        """Wait until everything is copied, up to a limit, or until the store has failed for a
+        minute or a signal arrives.
 
         stop: None after a signal; then wait as long, but hardly for a store that fails, is silent
         or slow.
@@ -427,7 +426,8 @@ class Mirror:
                     logger.warning(text, self._flag, failure(error), pause)
 
     def _copy(self) -> None:
-        """Copy until nothing is left, a folder whose upload has begun first; rotate what is there.
+        """Copy until nothing is left, starting with a partially uploaded folder; then rotate the
+        mirror.
 
         Before the first save the run has no id that another start could know, so nothing is copied.
         """
@@ -446,11 +446,11 @@ class Mirror:
             self._check_claim()
             self._rotate()
             self._send_records()
-        if self._rotation != self._rotated:  # told after the upload
+        if self._rotation != self._rotated:  # requested after the upload
             self._rotate()
 
     def _unsent(self) -> list[Path]:
-        """List the folders that may not be there: first the newest checkpoint, then exports, then
+        """List the folders possibly missing there: first the newest checkpoint, then exports, then
         other checkpoints."""
         best, found = self._root / "export" / "best", list[Path]()
         own, *others = (
@@ -479,7 +479,7 @@ class Mirror:
         if found.pop(MANIFEST_NAME, None):
             mark, content = f"{target}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
             self._permanent.pop(int(folder.name), None)
-        else:  # sizes and times tell an export from a later one of the same iteration
+        else:  # sizes and times distinguish an export from a later one of the same iteration
             sizes = {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()}
             mark, content = f"{target}/{MARK_NAME}", json.dumps(sizes).encode()
         if (there := self._remote.read(mark)) != content:
@@ -512,14 +512,15 @@ class Mirror:
                 self._sent.add(identity)
 
     def _iterations(self) -> list[int]:
-        """List the iterations of checkpoints there, whole or not, newest first."""
+        """List the iterations of remote checkpoints, complete or not, newest first."""
         return sorted(
             (int(name) for name in self._remote.listing("checkpoints") if name.isdecimal()),
             reverse=True,
         )
 
     def _rotate(self) -> None:
-        """Delete there what is rotated here, also checkpoints that were never here."""
+        """Delete remotely what is rotated locally, including checkpoints that never existed
+        locally."""
         rotation = self._rotation
         if rotation is not None:
             here = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}
@@ -536,13 +537,13 @@ class Mirror:
 
 
 def _identity(path: Path) -> tuple[Path, int, int]:
-    """Return what changes when a file grows, or another file or folder gets its name."""
+    """Return values that change when a file grows, or another file or folder takes its name."""
     found = path.stat()
     return path, found.st_ino, found.st_mtime_ns
 
 
 def _first(iterations: Sequence[int], read: Callable[[int], Manifest | None]) -> Manifest | None:
-    """Return the first whole checkpoint."""
+    """Return the first complete checkpoint."""
     return next((content for content in map(read, iterations) if content is not None), None)
 
 
@@ -556,7 +557,7 @@ def _host(claim: dict[str, Any] | None) -> str:
 
 
 def _config(content: bytes | None) -> dict[str, object]:
-    """Return the configuration in a manifest; {} if there is none."""
+    """Return the configuration in a manifest; {} without one."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         return dict(parse_json(content or b"")["config"])
     return {}

@@ -64,8 +64,8 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
     A `.ready-` folder is a complete checkpoint whose save was killed while replacing an older one.
     Symbolic links are listed, too, to be rejected like damaged checkpoints instead of silently
-    ignored. `root` itself may be a link. So is what a live run deletes meanwhile: its newest may
-    have come too late for the list. See `rotation`.
+    ignored. `root` itself may be a link. So are checkpoints that a live run deletes meanwhile; its
+    newest may have come too late for the list. See `rotation`.
     """
     if not root.is_dir():
         return []
@@ -84,8 +84,8 @@ def find_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_before(root: Path | None, iteration: int) -> Path | None:
-    """Return the folder of the newest checkpoint, by name, before an iteration; None if there is
-    none."""
+    """Return the folder of the newest checkpoint, by name, before an iteration; None without
+    any."""
     found = find_checkpoints(root) if root is not None else []
     return next((folder for number, folder in found if number < iteration), None)
 
@@ -99,14 +99,14 @@ def newest_checkpoint(root: Path | None) -> tuple[int, Path] | None:
 
 
 def no_folder(path: Path) -> str | None:
-    """Return in words that a path is no folder; None if it is one."""
+    """Return a message if a path is no folder; None if it is one."""
     if path.is_dir():
         return None
     return f"{path} is a file, not a folder" if path.exists() else f"there is no folder {path}"
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a directory and not a symbolic link."""
+    """Return whether a path is a directory and not a symbolic link."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -114,14 +114,14 @@ def is_folder(path: Path) -> bool:
 
 
 def has_only_our_files(folder: Path) -> bool:
-    """Whether a folder holds only files of checkpoints and exports."""
+    """Return whether a folder contains only files of checkpoints and exports."""
     return is_folder(folder) and all(OUR_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
 def open_regular(path: Path, follow_links: bool = False) -> io.FileIO:
     """Open a regular file for unbuffered reading; never blocks, not even on a pipe.
 
-    follow_links: whether the path may be a symbolic link, as in the cache of the Hugging Face hub.
+    follow_links: allow a symbolic link, as in the cache of the Hugging Face hub.
 
     Raises:
         OSError: if the file cannot be opened or is not a regular file.

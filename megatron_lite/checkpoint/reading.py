@@ -8,9 +8,9 @@ was loaded from it.
 Each rank reads the bytes of its shards once and checks the blocks that contain them; the ranks then
 gather the numbers of these blocks and check the remaining ones (padding, copies of other
 tensor-parallel ranks, unused state). The first step thus waits for one pass over the files, and a
-single wrong bit is found before it, even one that only one rank received. Read more than once are
-only blocks that several ranks need, and files of older versions (a single block) that are too large
-for memory.
+single wrong bit is found before it, even one that only one rank received. Only blocks that several
+ranks need, and older versions' files (a single block) too large for memory, are read more than
+once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load_first_good(
     optimizer: str = "adamw",
     repair: Callable[[int], bool | None] = lambda iteration: None,
 ) -> tuple[Path, Manifest] | None:
-    """Fill the model's shards from the first good checkpoint; all ranks call this together.
+    """Fill the model's shards from the first good checkpoint. Collective.
 
     Padding is not touched.
 
@@ -60,7 +60,7 @@ def load_first_good(
             kind of state that cannot be restored unchanged (see `changes`).
         optimizer: the current --optimizer.
         repair: restores a damaged or missing checkpoint and returns whether it could, None if it
-            knows of none; all ranks call it.
+            knows of none. Collective.
 
     Returns:
         The checkpoint's folder and manifest; None if there is none.
@@ -69,7 +69,7 @@ def load_first_good(
         CheckpointError: on every rank, if no checkpoint is usable, or if the newest good one has
             other parameters than the model. No file is changed.
         RotatedError: on every rank, if a live run, whose checkpoints these are, deletes one that is
-        read.
+            read.
     """
     problems = []
     for iteration, folder in found:
@@ -97,8 +97,7 @@ def load_first_good(
 def _load(
     folder: Path, iteration: int, model: MultiStage, distributed: Distributed, optimizer: str
 ) -> tuple[Manifest | None, str | None]:
-    """Fill the shards from one checkpoint; return its manifest and the problem, as far as there is
-    one."""
+    """Fill the shards from one checkpoint; return its manifest and the problem, where available."""
     content, problem = open_checkpoint(folder, iteration, distributed)
     if content is None:
         return None, problem
@@ -116,7 +115,7 @@ def open_checkpoint(
     """Return the manifest of a checkpoint whose files exist and have the right sizes, or None and
     the problem.
 
-    All ranks call this together and get the same answer.
+    Collective; all ranks get the same answer.
     """
     content: Manifest | None = None
 
@@ -136,8 +135,7 @@ def fill_verified(
 ) -> str | None:
     """Fill the shards of all ranks; return the problem if any byte of the checkpoint is damaged.
 
-    All ranks call this together and get the same answer. After a problem the shards are partly
-    filled.
+    Collective; all ranks get the same answer. After a problem the shards are partly filled.
     """
     opened = Files(folder, content.files)
 
@@ -223,7 +221,7 @@ def _fill_shard(
     """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles; `rank`:
     data-parallel.
 
-    Moments that are missing, or belong to another rule than the current `optimizer`, become zero;
+    Moments that are missing, or belong to a rule other than the current `optimizer`, become zero;
     missing averages become the weights. Padding is not touched.
 
     Raises:
@@ -274,8 +272,8 @@ def read_elements(
 def read_overlap(
     opened: Files, piece: Slice, dtype: torch.dtype, overlap: Overlap, target: Tensor
 ) -> None:
-    """Read the overlap of a slice and the target; for columns, read whole rows of the slice, some
-    at a time."""
+    """Read a slice's overlap with the target; for columns, read whole rows of the slice, some at a
+    time."""
     wanted, saved, column = overlap
     if overlap.is_run:
         offset = piece.offset + saved.first * dtype.itemsize

@@ -1,5 +1,4 @@
-"""Resume a run: choose the checkpoints to try, load the newest good one, log what has changed
-since.
+"""Resume a run: choose the checkpoints to try, load the newest good one, log the changes since.
 
 The choice follows --load_policy, --load_checkpoint_path and --resume_iteration. The run's own
 checkpoints come first, so that repeating a command always resumes; another folder's are used only
@@ -36,23 +35,22 @@ from megatron_lite.zero.multi_stage import MultiStage
 
 SET_ASIDE = "set_aside"
 _FLAG = "--load_checkpoint_path"
-# Iterations in the mirror that a start may use, with the manifests that were read to find this out;
-# see `Mirror`.
+# Remote iterations that a start may use, with the manifests read to determine this; see `Mirror`.
 Mirrored = Mapping[int, Manifest | None]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints to try, the newest first; none for a fresh run."""
+    """Checkpoints to try, newest first; none for a fresh run."""
 
     found: tuple[tuple[int, Path], ...] = ()
-    goes_back: bool = False  # whether --resume_iteration returns to an older checkpoint of the run
+    goes_back: bool = False  # whether --resume_iteration returns to an older checkpoint
     note: str = ""  # for the log
     mirrored: Mirrored = field(default_factory=dict)  # on rank 0
 
     @cached_property
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Folder and manifest of the newest checkpoint with a good manifest, here or in the mirror;
+        """Folder and manifest of the newest checkpoint with a good manifest, local or mirrored;
         read once."""
         for iteration, folder in self.found:
             with contextlib.suppress(DamagedError):
@@ -63,8 +61,9 @@ class Choice:
 
     @property
     def began(self) -> JsonObject | None:
-        """The data that a run has trained on, None before the first iteration: that of the newest
-        checkpoint, see `data.fingerprint.identity`, and its `config`, `iteration` and `counts`."""
+        """The newest checkpoint's record of the data that the run was trained on
+        (`data.fingerprint.identity`), its `config`, `iteration` and `counts`; None before the first
+        iteration."""
         if self.newest is None or not self.newest[1].iteration:
             return None
         content = self.newest[1]
@@ -77,7 +76,7 @@ class Choice:
 
 
 def find(root: Path) -> list[tuple[int, Path]]:
-    """List (iteration, folder) as `names.find_checkpoints`, but raise CheckpointError if `root`
+    """List (iteration, folder) like `names.find_checkpoints`; raise CheckpointError if `root`
     cannot be read."""
     try:
         return find_checkpoints(root)
@@ -102,7 +101,8 @@ def choose_together(
 def choose(
     root: Path | None, options: CheckpointConfig, mirrored: Mirrored = MappingProxyType({})
 ) -> Choice:
-    """Choose the checkpoints for a start; `root` holds the run's own, or gets them from the mirror.
+    """Choose the checkpoints for a start; `root` contains the run's own, or gets them from the
+    mirror.
 
     Raises:
         CheckpointError: if the options require one that does not exist, or forbid existing ones.
@@ -150,7 +150,7 @@ def choose(
 
 def set_aside(root: Path, iteration: int) -> Path | None:
     """Move the checkpoints after `iteration` to a new folder root/set_aside/<n>; return it, or None
-    if there are none.
+    without any.
 
     Raises:
         CheckpointError: if `root` cannot be read.
@@ -197,7 +197,7 @@ def _only(
 
 
 def _elsewhere(folder: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints of --load_checkpoint_path: a checkpoint, a folder of them, or an
+    """List the checkpoints in --load_checkpoint_path: a checkpoint, a folder of them, or an
     experiment directory."""
     try:
         if (folder / MANIFEST_NAME).exists():
@@ -227,15 +227,15 @@ class Resumed(NamedTuple):
     iteration: int  # iterations done
     origin: JsonObject  # see `huggingface.origin`
     counts: JsonObject  # see `data.counts`
-    evaluation_due: bool = False  # whether their evaluation is still due
+    evaluation_due: bool = False  # whether an evaluation at this checkpoint is still due
     folder: Path | None = None  # the checkpoint; None: the initial or pretrained weights
     best: JsonObject | None = None  # see `BestEvaluation`
     history: History | None = None  # None: a new run begins
 
 
 def check_early(choice: Choice, config: Config, data: JsonObject) -> None:
-    """Reject a checkpoint of another architecture or other data before memory is allocated, on rank
-    0.
+    """Reject a checkpoint with another architecture or other data before memory is allocated, on
+    rank 0.
 
     data: see `data.fingerprint.identity`.
 
@@ -261,12 +261,11 @@ def resume(
     leave: Callable[[int], None] = lambda iteration: None,
     repair: Callable[[int], bool | None] = lambda iteration: None,
 ) -> Resumed | None:
-    """Load the newest good checkpoint of a choice; all ranks call this together. None: there is no
-    checkpoint.
+    """Load the newest good checkpoint of a choice, or return None without any. Collective.
 
-    root: the folder of the run's own checkpoints. load_sums: restores the running sums of the log.
-    data: see `data.fingerprint.identity`. leave: rank 0 calls it before it sets newer checkpoints
-    aside, with the iteration to go back to. repair: see `reading.load_first_good`.
+    root: the folder of the run's own checkpoints. load_sums: restores the log's running sums. data:
+    see `data.fingerprint.identity`. leave: called on rank 0, with the iteration to go back to,
+    before newer checkpoints are set aside. repair: see `reading.load_first_good`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
     found = reading.load_first_good(

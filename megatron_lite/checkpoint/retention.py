@@ -1,5 +1,5 @@
-"""Retention: which checkpoints to delete, as a pure function, the deletion, and warnings if the
-next will not fit.
+"""Decide which checkpoints to delete (a pure function), delete them, and warn if the next will not
+fit.
 
 A checkpoint is permanent if a rule of --keep_checkpoints names its iteration, either in the
 configuration that saved it (in its manifest) or in the current one. All other checkpoints are
@@ -21,20 +21,20 @@ from megatron_lite.config import Config
 from megatron_lite.config.structured_values import KeepRule, keep_rules
 from megatron_lite.errors import UsageError
 
-# complete checkpoints, and whether each was permanent when it was saved
+# complete checkpoints, and whether each was permanent when saved
 Known = dict[Identity | None, bool]
 
 
 def is_permanent(iteration: int, rules: Sequence[KeepRule]) -> bool:
-    """Whether the first rule that covers an iteration names it. No rule applies after the last
-    `until`."""
+    """Return whether the first rule that covers an iteration names it. No rule applies after the
+    last `until`."""
     rule = next((rule for rule in rules if rule.until is None or iteration <= rule.until), None)
     return rule is not None and iteration % rule.every == 0
 
 
 def was_permanent(iteration: int, saved: dict[str, Any]) -> bool:
-    """Whether a checkpoint with this flat saved configuration was permanent; True if its rules are
-    not readable."""
+    """Return whether a checkpoint with this flat saved configuration was permanent; True if its
+    rules are not readable."""
     try:
         return is_permanent(iteration, keep_rules(saved.get("keep_checkpoints", [])))
     except (UsageError, TypeError, AttributeError):
@@ -66,9 +66,10 @@ def checkpoints_to_delete(
         saved: the iteration of every complete checkpoint, and whether it is permanent.
         keep: --max_checkpoints.
         newest: the iteration just saved. Later ones belong to an abandoned or damaged continuation
-            and are neither counted nor deleted, so that the newest save always stays.
+            and are neither counted nor deleted, so that the newest save is always kept.
         after: keep all iterations up to this one, saved by earlier starts; None: delete these as
-        well. held: iterations that also stay, to replay a bad step.
+            well.
+        held: iterations to keep, too, for replaying a bad step.
     """
     assert keep >= 1, f"{keep}: a run without a checkpoint cannot resume"
     counted = sorted(iteration for iteration in saved if newest is None or iteration <= newest)
@@ -96,12 +97,12 @@ def prune(
     """Delete the temporary checkpoints beyond the newest `keep` (None: keep all) after a successful
     save, on rank 0.
 
-    Only complete checkpoints of this program count; damaged ones, links and everything else stay. A
-    failed deletion only logs a warning. See `checkpoints_to_delete`; `rules`: those of
+    Only complete checkpoints of this program count; damaged ones, links and everything else are
+    kept. A failed deletion only logs a warning. See `checkpoints_to_delete`; `rules`:
     --keep_checkpoints.
 
-    known: what earlier calls of this start have read, so that a save costs the same with any number
-    of checkpoints: only new ones are read, and those to delete once more. Permanent ones beyond the
+    known: results of earlier calls of this start, so that a save costs the same with any number of
+    checkpoints: only new ones are read, and those to delete once more. Permanent ones beyond the
     newest never are.
     """
     if keep is None:
@@ -138,8 +139,8 @@ def prune(
 
 
 def best_of(folder: Path) -> set[int]:
-    """Return the best iteration so far according to a checkpoint, from which a resume goes on; the
-    set may be empty."""
+    """Return the best iteration so far according to a checkpoint, as a resume would; possibly
+    empty."""
     content = good_manifest(folder)
     return (
         {content.state["best"]["iteration"]}

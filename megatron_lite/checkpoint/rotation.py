@@ -1,9 +1,9 @@
-"""Checkpoints that a live run deletes or replaces while another program reads them: look again for
-the newest.
+"""Handle checkpoints that a live run deletes or replaces while another program reads them: look
+again for the newest.
 
-A reader pins a listed folder before it reads there. Whatever goes wrong afterwards is damage if the
-folder is still the same, and rotation if it is not: a run renames a checkpoint before it deletes
-its files. Imports no torch.
+A reader pins a listed folder before reading there. Any later failure is damage if the folder is
+still the same, and rotation if it is not: a run renames a checkpoint before it deletes its files.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_lite.errors import RotatedError
 T = TypeVar("T")
 Identity = tuple[int, int]
 ATTEMPTS = (
-    20  # a run that saves faster than its checkpoints can be read must not keep a reader for ever
+    20  # a run that saves faster than its checkpoints can be read must not keep a reader forever
 )
 
 
 def identity(folder: Path) -> Identity | None:
-    """Return what tells a folder from a later one of its name, also where inodes are used again;
+    """Return what distinguishes a folder from a later one of its name, even if inodes are reused;
     None without one."""
     with contextlib.suppress(OSError):
         found = folder.lstat()
@@ -32,8 +32,8 @@ def identity(folder: Path) -> Identity | None:
 
 
 def pinned(folder: Path) -> Callable[[], None]:
-    """Return a check of a folder that was listed; it raises RotatedError once the folder is gone or
-    another."""
+    """Return a check of a listed folder that raises RotatedError once the folder is gone or
+    replaced."""
     before = identity(folder)
 
     def check() -> None:

@@ -2,7 +2,7 @@
 options.
 
 New checkpoint state must be added to `RUN_STATE`: `manifest.dump` refuses to write what could not
-be read again. Keys that may be absent are missing in checkpoints of older versions.
+be read back. Optional keys are missing in older versions' checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REMOVED = frozenset(
 
 
 def _is_hex(value: str) -> bool:
-    """Whether a string is a result of `float.hex`, including NaN and infinities."""
+    """Return whether a string is a result of `float.hex`, including NaN and infinities."""
     try:
         return len(value) <= 32 and float.fromhex(value).hex() == value
     except (ValueError, OverflowError):
@@ -63,7 +63,7 @@ Scale = Annotated[
         "a number > 0 that fits fp32", lambda value: 0 < value <= LARGEST_FP32 or value == math.inf
     ),
 ]
-# A scale of 8-bit factors, and the ages and sizes of the magnitudes that it may come from.
+# A scale for 8-bit factors, and the ages and sizes of the magnitudes that may determine it.
 Magnitude = Annotated[
     float, Rule("a number >= 0 that fits fp32", lambda value: 0 <= value <= LARGEST_FP32)
 ]
@@ -82,9 +82,9 @@ TokenDtype = Annotated[
 _TOKENIZER = {"tokenizer_sha256?": Sha256, "tokenizer_size?": Count}  # of the data
 
 
-# A run's state outside its shards. `state` of each class returns its part: `LossScale`, `Guard`,
-# the clipping of the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`, `History`; that
-# of the data is `data.fingerprint.identity`.
+# A run's state outside its shards. Each class's `state` returns its part: `LossScale`, `Guard`, the
+# clipping of the optimizer's rule, `Averaging`, `LogWindow`, `BestEvaluation`, `History`; the
+# data's is `data.fingerprint.identity`.
 RUN_STATE = {
     "optimizer": {
         "updates": Count,
@@ -100,7 +100,7 @@ RUN_STATE = {
             "clipping?": {"clipped?": Count, "norm?": NotNegative, "norms?": list[tuple[Finite]]}
         },
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
-        # of input, weight and gradient
+        # for input, weight and gradient
         "scales?": dict[str, tuple[DelayedScale, DelayedScale, DelayedScale]],
     },
     "window": {"loss": HexFloat, "tokens": Count},
@@ -128,12 +128,12 @@ RUN_STATE = {
         **_TOKENIZER,
     },
 }
-# What an export says of its training, all as far as known: see `WeightSource.training`.
+# An export's record of its training, as far as known: see `WeightSource.training`.
 TRAINING = {"sequence_length?": PositiveCount, **_TOKENIZER}
 
 
 def training_facts(sequence_length: int, data: JsonObject) -> JsonObject:
-    """Return what is known of a training, see `TRAINING`. data: that of RUN_STATE."""
+    """Return what is known about a training, see `TRAINING`. data: the part of RUN_STATE."""
     return {"sequence_length": sequence_length} | {
         key: data[key] for key in data if f"{key}?" in _TOKENIZER
     }
@@ -153,10 +153,10 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def with_current_names(config: JsonObject) -> JsonObject:
-    """Return a flat saved configuration with today's names, without those of `REMOVED`.
+    """Return a flat saved configuration with today's names, without `REMOVED` ones.
 
     In earlier versions each length of the schedule was two options: iterations, and a share that
-    came before them.
+    took precedence.
     """
     current = {name: value for name, value in config.items() if name not in REMOVED}
     for flag in FLAGS.values():
@@ -167,14 +167,14 @@ def with_current_names(config: JsonObject) -> JsonObject:
 
 
 def check_options(config: JsonObject) -> None:
-    """Check a flat saved configuration, with lists for tuples, by the types, bounds and choices of
-    its flags.
+    """Check a flat saved configuration, with lists for tuples, by its flags' types, bounds and
+    choices.
 
-    Ignore unknown options and use defaults for missing ones: another version of the program may
+    Ignores unknown options and uses defaults for missing ones: another version of the program may
     have written the checkpoint.
 
     Raises:
-        DamagedError: names the first option with a value that its flag cannot take.
+        DamagedError: names the first option whose flag does not accept its value.
     """
     if not isinstance(config, dict):
         raise DamagedError("config is not an object")
@@ -190,10 +190,10 @@ def check_options(config: JsonObject) -> None:
 
 
 def check_value(flag: Flag, value: Any) -> None:
-    """Check a value from JSON by the type, bounds and choices of its flag.
+    """Check a JSON value by its flag's type, bounds and choices.
 
     Raises:
-        BadValueError: if the flag cannot take it.
+        BadValueError: if the flag does not accept it.
     """
     if flag.is_list and type(value) is not list:
         raise BadValueError("must be a list")

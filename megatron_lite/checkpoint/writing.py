@@ -132,7 +132,7 @@ class Save:
             return files.write_tensors(self._own_path, self.tensors, metadata, progress.add)
 
     def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
-        """Gather the files of all ranks; `write` returns this rank's.
+        """Gather all ranks' files; `write` returns this rank's.
 
         Raises:
             StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
@@ -143,7 +143,7 @@ class Save:
         return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
 
     def confirm(self, complete: Callable[[], None]) -> None:
-        """Run or await `self.complete` on all ranks. Raise as `gather` does."""
+        """Run or await `self.complete` on all ranks. Raises like `gather`."""
         write_together(self._distributed, self._what, self.folder, complete)
 
     def complete(self, written: list[WrittenFile]) -> None:
@@ -190,7 +190,7 @@ class Save:
         return False
 
     def abandon(self) -> None:
-        """Delete what was written. Not collective; never fails."""
+        """Delete what was written. Not collective; never raises."""
         if self._distributed.rank == 0:
             files.remove_folder(self._temporary)
 
@@ -264,7 +264,7 @@ def locate_parameters(
 
 
 def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
-    """Return the good manifest of a folder (not a link) for the iteration in its name, or None.
+    """Return a folder's good manifest (not a link) for the iteration in its name, or None.
 
     with_files: None also if a file is missing or has another size.
     """
@@ -323,17 +323,17 @@ def host_copy_bytes(config: Config, model: MultiStage) -> int:
     held = [
         [round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors] for tensors in _stored(model)
     ]
-    # one at a time, when it is written
+    # one at a time, when written
     joined = max((sum(sizes) for sizes in held if len(sizes) > 1), default=0)
     return sum(map(sum, held)) + joined
 
 
 def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
-    """List the tensors that hold each of a rank's `tensors_of`: the two halves of split weights, of
-    others the shard.
+    """List the tensors that store each of a rank's `tensors_of`: split weights' two halves,
+    otherwise the shard.
 
-    Joining the halves on the GPU would take memory there, which a side stream's pool never gives
-    back to training.
+    Joining the halves on the GPU would take memory there, which a side stream's pool never returns
+    to training.
     """
     return [
         part.weights.stored if kind == "weights" else (part.read(kind),)
@@ -353,7 +353,7 @@ class _Pending:
     start_s: float
     copied: threading.Event
     blocked_s: float = 0.0
-    written: list[WrittenFile] | None = None  # all ranks' files; None while they are written
+    written: list[WrittenFile] | None = None  # all ranks' files; None while being written
 
 
 class Finished(NamedTuple):
@@ -413,8 +413,7 @@ class BackgroundSaves:
             self._pending.blocked_s += time.perf_counter() - start_s
 
     def advance(self) -> bool:
-        """Advance the save without waiting; return whether `finish` would not wait. All ranks call
-        this together."""
+        """Advance the save without waiting; return whether `finish` would not wait. Collective."""
         if self._pending is None:
             return False
         job = self._pending.job
@@ -426,14 +425,13 @@ class BackgroundSaves:
         return state != _WORKING
 
     def finish(self, hurry: bool = False) -> Finished | None:
-        """Wait until the checkpoint is published; None if no save is pending. All ranks call this
-        together.
+        """Wait until the checkpoint is published; None if no save is pending. Collective.
 
         hurry: retry failed writes without a pause.
 
         Raises:
             StorageError: on every rank, if any rank could not write; older checkpoints are
-            untouched.
+                untouched.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -501,7 +499,7 @@ def _copy_all(
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Return committed host memory, (num_bytes,) uint8; for a GPU, pages of its own."""
+    """Return committed host memory, (num_bytes,) uint8; for a GPU, on its own pages."""
     if device.type != "cuda":
         return torch.zeros(num_bytes, dtype=torch.uint8).fill_(1)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -530,11 +528,10 @@ def _unpin(slab: Tensor) -> None:
 def open_background(
     config: Config, model: MultiStage, distributed: Distributed
 ) -> BackgroundSaves | None:
-    """Allocate the host memory of --async_checkpoint; None without it. All ranks call this
-    together.
+    """Allocate the host memory of --async_checkpoint; None without it. Collective.
 
     Raises:
-        OutOfMemoryError: on every rank, if the ranks of a machine need more than is left.
+        OutOfMemoryError: on every rank, if the ranks of a machine need more than is free.
     """
     if not (own := host_copy_bytes(config, model)):
         return None
