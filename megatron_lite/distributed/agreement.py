@@ -34,7 +34,7 @@ def rank_0_works(distributed: Distributed | None, action: Callable[[], T]) -> T:
     """Run a long action on rank 0 while the other ranks wait; return its JSON-able result on every
     rank.
 
-    Agreeing every few seconds keeps the collective time-out from limiting the action, and detects a
+    Agreeing every few seconds keeps the collective timeout from limiting the action, and detects a
     lost rank. distributed: None in a command, which has no ranks.
     """
     if distributed is None:
@@ -97,8 +97,7 @@ def write_together(
 
 
 def first_problem(distributed: Distributed, action: Callable[[], None]) -> str | None:
-    """Run a reading action on every rank; return the problem of the lowest rank that has one, or
-    None."""
+    """Run a reading action on every rank; return the lowest affected rank's problem, or None."""
     _, problems = _attempt(distributed, action, _describe_read)
     return next((problem for problem in problems if problem is not None), None)
 

@@ -12,8 +12,7 @@ from megatron_lite.distributed.traffic import Handle
 
 
 class Works:
-    """Handle of a collective that consists of several transfers; finished already if there are
-    none."""
+    """The handle of a collective made of several transfers; finished already if there are none."""
 
     def __init__(self, works: Sequence[Handle] = ()) -> None:
         self._works = works
@@ -71,7 +70,7 @@ class PairwiseSum:
             if index + len(self._scratch) < len(self._chunks):
                 self._receives.append(self._receive(index + len(self._scratch)))
         self._finish_sends()
-        # A caller may keep a finished handle. It must not keep alive the buffer, which may hold
+        # A caller may keep a finished handle. It must not keep alive the buffer, which may contain
         # activations, the transfers, or the group, whose last reference `Distributed.close` drops.
         self._chunks = []
         self._receives = []

@@ -64,14 +64,14 @@ class Groups(Group):
 def divide(
     world: Groups, new_group: Callable[[Sequence[int]], Any], options: DistributedConfig
 ) -> None:
-    """Divide the ranks into groups; all ranks call this together.
+    """Divide the ranks into groups. Collective.
 
     Collectives of several groups are in flight at the same time. NCCL may then deadlock unless all
     ranks start them in the same order, which they do: the order depends on the options alone, never
     on data or timing.
 
     new_group: creates a process group of the given ranks; all ranks call it. options: with an unset
-        --data_parallel_shard, all data-parallel ranks share shards.
+    --data_parallel_shard, all data-parallel ranks share shards.
     """
     grid = RankGrid(world.world_size, options)
 

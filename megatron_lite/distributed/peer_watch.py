@@ -6,13 +6,12 @@ there before any of them can block on another inside a library. Every wait here 
 death of a local rank or of the store is noticed within seconds.
 
 After the meeting a thread watches, because a collective notices a lost peer only when it reaches
-that peer, and inside a library only after the time-out. Once a second the thread checks the local
-processes, reads from the store whether another machine has lost a rank or was told to stop, and
-writes there what this rank is doing. It does so whatever the rank waits for, a file system that
-hangs too. So a machine from which nothing is heard for --distributed_timeout cannot be reached:
-rank 0 looks for such machines, and ranks of other machines whether the store, on the first one,
-answers. Time is counted in looks, so that neither a clock that jumps nor a pause of the process
-that looks is a silence.
+that peer, and inside a library only after the timeout. Once a second the thread checks the local
+processes, reads from the store whether another machine has lost a rank or received a stop, and
+writes what this rank is doing. It does so whatever the rank waits for, even a hanging file system.
+So a machine that is silent for --distributed_timeout is unreachable: rank 0 looks for such
+machines, and other machines' ranks check that the store, on the first one, answers. Time is counted
+in looks, so that neither a clock that jumps nor a pause of the watching process counts as silence.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ from megatron_lite.errors import (
 
 POLL_S = 0.1  # between polls of the store while the ranks meet
 LOOK_S = 1.0  # between checks of the local processes
-# A collective may notice too, with the library's message, and a rank that failed by itself writes
+# A collective may also notice, with the library's message, and a rank that failed by itself writes
 # its reason.
 GRACE_S = 2.0
 READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
 END_S = 5.0  # limit on joining the thread, and on one attempt to connect
-PART_S = 5.0  # limit on waiting for the others before the store goes; one that died does not come
-READ_OPTIONS_S = 30.0  # limit on reading the options of a rank whose options differ
+PART_S = 5.0  # limit on waiting for the others before the store closes; a dead rank never arrives
+READ_OPTIONS_S = 30.0  # limit on reading a rank's options that differ
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The address of the store."""
+    """The store's address."""
 
     host: str
     port: int
@@ -87,8 +86,7 @@ class MeetingPoint:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn a backend's error in a block into the one to report when the store does not
-        answer."""
+        """Convert a backend error to the one to report when the store does not answer."""
         try:
             yield
         except RuntimeError as error:
@@ -102,7 +100,7 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
 
     Raises:
         UsageError: if the port is in use.
-        PeerError: if the store does not answer within the time-out.
+        PeerError: if the store does not answer within the timeout.
     """
     try:
         if not point.hosted or rank != 0:
@@ -130,10 +128,10 @@ def open_store(point: MeetingPoint, rank: int, world_size: int, timeout_s: float
 
 
 def _wait_for_listener(point: MeetingPoint, timeout_s: float) -> None:
-    """Wait until somebody listens at the point: torch would wait up to three times as long.
+    """Wait until a server listens at the point: torch would wait up to three times as long.
 
     Raises:
-        RuntimeError: if nobody does within the time-out.
+        RuntimeError: if none does within the timeout.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -182,7 +180,7 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
     family, address = socket.AF_INET, ""
     with contextlib.suppress(OSError):  # an unknown name
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
-        # IPv4 if it has one
+        # IPv4 if there is one
         family, _, _, _, (name, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)
         address = str(name)
     here_only = (
@@ -206,12 +204,12 @@ def _listening(point: MeetingPoint) -> Iterator[socket.socket | None]:
 
 
 class Meeting:
-    """The rendezvous of all ranks of a start, and what they tell each other about its end.
+    """The rendezvous of a start's ranks, which also announce its end to each other.
 
-    store: this rank's connection. local_ranks: ranks that may be on this machine. options: what all
-    ranks must have alike, by name: [value, value as typed]. places: the processes of all ranks;
+    store: this rank's connection. local_ranks: ranks that may be on this machine. options: values
+    that must match on all ranks, by name: [value, value as typed]. places: all ranks' processes;
     empty before they have met. talk: another connection, for any thread, whose calls do not block.
-    silence_s: after which a machine cannot be reached.
+    silence_s: after which a machine is unreachable.
     """
 
     def __init__(
@@ -239,7 +237,7 @@ class Meeting:
         self._options = options
         self.places: Sequence[Place] = ()
         self._entered = (
-            False  # before that, the store may be another run's, which must not hear of this rank
+            False  # before that, the store may be another run's, which must not learn of this rank
         )
         with point.errors():
             self.talk = connect(point, world_size, timeout_s)
@@ -248,9 +246,9 @@ class Meeting:
         """Return when all ranks have joined.
 
         Raises:
-            PeerError: if a rank does not join within the time-out, or dies meanwhile.
-            UsageError: on every rank, if the options of two differ.
-            RunError: what another rank has announced.
+            PeerError: if a rank does not join within the timeout, or dies meanwhile.
+            UsageError: on every rank, if two ranks' options differ.
+            RunError: as announced by another rank.
         """
         with self.point.errors():
             self._wait()
@@ -258,7 +256,8 @@ class Meeting:
             self._compare(self._options)
 
     def announce(self, error: RunError) -> RunError:
-        """Tell all ranks why the start ends; return the first reason that any rank has given."""
+        """Announce to all ranks why the start ends; return the first reason that any rank has
+        announced."""
         if not self._entered:
             return error
         is_common = isinstance(error, PeerError) or self.places
@@ -271,7 +270,7 @@ class Meeting:
         )
 
     def announced(self) -> RunError | None:
-        """Return why the start ends, as a rank has announced; None while it goes on. Rank 0 records
+        """Return the announced reason for the start's end; None while it continues. Rank 0 records
         it."""
         if not self.talk.check(["end"]):
             return None
@@ -281,17 +280,17 @@ class Meeting:
         return error
 
     def part(self) -> None:
-        """Let the others end first where the end of this rank is the store's."""
+        """Let the others end first if the store ends with this rank."""
         self.talk.add("parted", 1)
         deadline_s = time.monotonic() + PART_S
         while self.rank == 0 and self.point.hosted and time.monotonic() < deadline_s:
-            time.sleep(LOOK_S)  # also for a rank that comes just now
+            time.sleep(LOOK_S)  # also for a rank that is just arriving
             if self.talk.add("parted", 0) >= self.talk.add("came", 0):
                 return
 
     def bounded(self, action: Callable[[], Any], limit_s: float = READ_S) -> Any:
-        """Call an action on the store in a thread; return None if the store fails, or does not
-        answer in time."""
+        """Call a store action in a thread; return None if the store fails, or does not answer in
+        time."""
         results: list[Any] = []
 
         def work() -> None:
@@ -368,7 +367,7 @@ class Meeting:
         ours, theirs = (json.loads(self.store.get(key)) for key in keys)
         pairs = {name: (theirs.get(name, absent), ours.get(name, absent)) for name in ours | theirs}
         pairs = {name: pair for name, pair in pairs.items() if pair[0][0] != pair[1][0]}
-        # What was not typed is derived from what was.
+        # Options that were not typed derive from those that were.
         pairs = {name: (a, b) for name, (a, b) in pairs.items() if a[1] != b[1]} or pairs
         shown = [
             f"{name}={abridged(a)} on {other}, but {abridged(b)} on {first}"
@@ -379,7 +378,7 @@ class Meeting:
         )
 
     def _came(self, ranks: Sequence[int]) -> list[Place]:
-        """Return the places of the given ranks that have joined."""
+        """Return the places of these ranks, if they have joined."""
         keys = [f"came/{rank}" for rank in ranks]
         if not self.store.check(keys):
             keys = [key for key in keys if self.store.check([key])]
@@ -387,7 +386,7 @@ class Meeting:
 
 
 def statuses(rows: Sequence[bytes]) -> list[Collective]:
-    """Return what ranks were doing up to a second before they were asked, see `PeerWatch.rows`."""
+    """Return the ranks' activity up to a second before the request, see `PeerWatch.rows`."""
     return [Collective(*json.loads(row)[:-1]) for row in rows]
 
 
@@ -416,8 +415,8 @@ class PeerWatch:
         self._far = (
             [place for place in meeting.places if place.machine != own] if meeting.rank == 0 else []
         )
-        self._rows: dict[Place, bytes] = {}  # what they have written
-        self._missed = collections.Counter[str]()  # looks in which nothing was heard from a machine
+        self._rows: dict[Place, bytes] = {}  # last row from each rank
+        self._missed = collections.Counter[str]()  # consecutive looks without news from a machine
         self._looks = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="peer-watch")
@@ -432,18 +431,18 @@ class PeerWatch:
             self._thread.join(END_S)
 
     def request_stacks(self) -> None:
-        """Request the stacks of all ranks; return within READ_S."""
+        """Request all ranks' stacks; return within READ_S."""
         self._meeting.bounded(lambda: self._meeting.store.add("requests", 1))
 
     def rows(self) -> list[bytes]:
-        """Return what every rank has written last, in rank order, see `statuses`; empty if the
-        store is silent."""
+        """Return every rank's last row, in rank order, see `statuses`; empty if the store is
+        silent."""
         keys = [f"at/{place.rank}" for place in self._meeting.places]
         return self._meeting.bounded(lambda: self._meeting.store.multi_get(keys)) or []
 
     def heard(self, rows: Sequence[bytes]) -> set[Place]:
-        """Return the ranks of this machine, and those that have written since `rows` were read,
-        seconds ago."""
+        """Return this machine's ranks, and those that have written since `rows` were read, seconds
+        ago."""
         places = self._meeting.places
         moved = {
             place
@@ -484,7 +483,7 @@ class PeerWatch:
         return end
 
     def _silent(self) -> list[Place]:
-        """Return the ranks of machines from which none has written for too long."""
+        """Return the ranks of machines that have been silent for too long."""
         rows = (
             self._store.multi_get([f"at/{place.rank}" for place in self._far]) if self._far else []
         )

@@ -1,4 +1,4 @@
-"""A pipeline's group of ranks, which also send tensors to each other."""
+"""A pipeline's group of ranks, which also send each other tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEAD = 8
 class PipelineGroup(Group):
     """A group whose ranks send each other tensors.
 
-    messages: process groups for tensors to lower and to higher ranks. A pair of ranks sends in both
+    messages: process groups for tensors to lower and to higher ranks. Two ranks may send in both
     directions at once, which NCCL can only do in two groups.
     """
 
@@ -35,8 +35,8 @@ class PipelineGroup(Group):
         return self.traffic.started("send", tensor, work, tensor.nbytes)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
-        """Start receiving into a contiguous tensor. A pair's messages arrive in the order in which
-        they are sent."""
+        """Start receiving into a contiguous tensor. Two ranks' messages arrive in the order in
+        which they are sent."""
         group, tag = self.messages[peer < self.rank], self._next_message("receive", peer)
         work: Any = dist.irecv(tensor, group=group, group_src=peer, tag=tag)
         return self.traffic.started("receive", tensor, work, 0)
@@ -64,7 +64,7 @@ class PipelineGroup(Group):
         return received
 
     def connect(self) -> None:
-        """Let each pair of ranks send something both ways, in the same order on both ranks."""
+        """Send something both ways between each pair of ranks, in the same order on both."""
         one = torch.zeros(1, device=self.device)
         for low, high in itertools.combinations(range(self.world_size), 2):
             if self.rank in (low, high):

@@ -1,4 +1,4 @@
-"""The process groups of a rank, and agreement between all ranks. `startup.py` joins the groups."""
+"""A rank's process groups, and agreement between all ranks. `startup.py` joins the groups."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Distributed(Groups):
 
     Args:
         local_world_size: number of ranks on this machine.
-        cpu_group: gloo group with the long time-out, for agreement between hosts.
+        cpu_group: gloo group with the long timeout, for agreement between hosts.
         group: NCCL or gloo group for the collectives of a step.
-        watch: enforces the step time-out on a GPU; None on CPU, where the collectives have the
-        time-out themselves. progress: what this rank is doing, for other threads.
+        watch: enforces the step timeout on a GPU; None on CPU, where collectives enforce the
+            timeout themselves.
+        progress: what this rank is doing, for other threads.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Distributed(Groups):
         self._cpu_group = cpu_group
         divide(self, dist.new_group, DistributedConfig())  # into one
         self.nodes = (
-            1  # machines with equally many ranks each, where --data_parallel_shard rests on them
+            1  # machines with equally many ranks each, if --data_parallel_shard relies on them
         )
 
     def close(self) -> None:
@@ -59,7 +60,7 @@ class Distributed(Groups):
         After a collective, a gloo thread drops its references to the tensors, which needs the GIL.
         If the thread still waits for the GIL when the interpreter exits, Python kills it inside a
         destructor, and the process dies of SIGABRT. A group joins its threads when its last
-        reference goes; `destroy_process_group` drops torch's own.
+        reference is dropped; `destroy_process_group` drops torch's own.
         """
         for group in self.groups:
             group.group = None
@@ -82,7 +83,7 @@ class Distributed(Groups):
 
     def wait_for_device(self) -> None:
         """Wait for all queued work; call this before the host reads the device, because a read has
-        no time-out."""
+        no timeout."""
         if self.watch is not None:
             self.watch.end_step()
             self.watch.finish()
@@ -92,8 +93,8 @@ class Distributed(Groups):
         if self.watch is not None:
             self.watch.has_ended()
 
-    # -- agreement between hosts, over gloo, with the long time-out
-    # ----------------------------------------------
+    # -- agreement between hosts, over gloo, with the long timeout
+    # ------------------------------------------------
 
     def agree_max(self, value: int) -> int:
         """Return the maximum over ranks. Also keeps ranks within one step of each other while data
@@ -116,7 +117,7 @@ class Distributed(Groups):
             work.wait(datetime.timedelta(seconds=limit_s))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the JSON-able values of all ranks, in rank order, on every rank."""
+        """Return all ranks' JSON-able values, in rank order, on every rank."""
         data = json.dumps(value).encode()
         size = self.agree_max(len(data))
         rows = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world_size)]
@@ -125,7 +126,7 @@ class Distributed(Groups):
         return [json.loads(bytes(row.numpy()).decode()) for row in rows]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the JSON-able value of rank 0 on every rank."""
+        """Return rank 0's JSON-able value on every rank."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
@@ -149,7 +150,7 @@ class Distributed(Groups):
 
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn a backend's error about a dead or silent peer into a PeerError."""
+    """Convert a backend error about a dead or silent peer to a PeerError."""
     try:
         yield
     except Exception as error:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from megatron_lite.errors import shorten
 
-# The kernel closes the connections of a process before the process is gone; freeing a GPU's memory
-# takes seconds.
+# The kernel closes a process's connections before the process is gone; freeing a GPU's memory takes
+# seconds.
 LEAVING_S = 2.0
 POLL_S = 0.05
 PROC = Path("/proc")
 
 
 class Place(NamedTuple):
-    """The process of one rank."""
+    """One rank's process."""
 
     rank: int
     host: str
@@ -30,14 +30,14 @@ class Place(NamedTuple):
     pid: int
     oom_kills: int = 0  # on the machine when the ranks met
     cores: int = 0  # bit i: the process may use core i; 0 if unknown
-    options: str = ""  # digest of what all ranks must have alike
+    options: str = ""  # digest of the options that must match on all ranks
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
 def own_place(rank: int) -> Place:
-    """Return the place of this process."""
+    """Return this process's place."""
     cores = sum(1 << core for core in own_cores())
     return Place(rank, socket.gethostname(), machine_name(), os.getpid(), oom_kills(), cores)
 
@@ -74,8 +74,7 @@ def neighbors(places: Sequence[Place], own: Place) -> list[Place]:
 
 
 def gone(near: Sequence[Place], limit_s: float = 0.0) -> list[Place]:
-    """Return those ranks of this machine whose process has ended; wait up to `limit_s` for the
-    first."""
+    """Return the local ranks whose process has ended; wait up to `limit_s` for the first."""
     deadline_s = time.monotonic() + limit_s
     while True:
         found = [place for place in near if has_ended(place.pid)]
@@ -85,12 +84,12 @@ def gone(near: Sequence[Place], limit_s: float = 0.0) -> list[Place]:
 
 
 def stopped(near: Sequence[Place]) -> list[Place]:
-    """Return those ranks of this machine whose process was stopped by a signal or a debugger."""
+    """Return the local ranks whose process was stopped by a signal or a debugger."""
     return [place for place in near if process_state(place.pid) in ("T", "t")]
 
 
 def names(places: Sequence[Place]) -> str:
-    """Name some ranks in a message."""
+    """Return names of some ranks for a message."""
     return shorten([str(place) for place in places], limit=3)
 
 
@@ -100,8 +99,8 @@ def has_ended(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process (proc(5)): Z dead, T stopped, ...;
-    empty if it is gone."""
+    """Return the kernel's letter for a process state (proc(5)): Z dead, T stopped, ...; empty if it
+    is gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -112,7 +111,7 @@ def process_state(pid: int) -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks since the boot; empty if it is gone or
+    """Return when a process started, in the kernel's ticks since boot; empty if it is gone or
     without /proc."""
     return "".join(stat_fields(pid)[19:20])
 
@@ -141,8 +140,7 @@ def kill_children(program: str) -> None:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel's out-of-memory killer has ended on this machine; 0 if
-    unknown."""
+    """Return how many processes this machine's out-of-memory killer has ended; 0 if unknown."""
     lines = proc_file("", "vmstat").decode().splitlines()
     return next((int(line[9:]) for line in lines if line.startswith("oom_kill ")), 0)
 

@@ -1,16 +1,16 @@
 """A group of ranks and its collectives, over NCCL on GPUs and point to point on CPU.
 
 On CPU, gloo's reduce-scatter moves as many bytes as an all-reduce, and its all-gather takes three
-times as long as a send/receive pair. Here, therefore, every rank sends each peer the slice that the
-peer needs, directly between the flat buffers. An all-reduce is a reduce-scatter and an all-gather,
+times as long as a send/receive pair. So here every rank sends each peer the slice that the peer
+needs, directly between the flat buffers. An all-reduce is a reduce-scatter and an all-gather,
 except that two ranks send each other the whole buffer: as many bytes, but in one round, which takes
 0.7 of the time for 1 MiB.
 
 Sums are taken in rank order on CPU, and by `sum_in_rank_order` on any device, so that results
 depend on neither timing nor ZeRO stage. NCCL sums in the order of its own algorithm: around a ring
-starting next to the rank that owns the slice, or in the switches between GPUs. NCCL chooses the
-algorithm by size, topology and version; --deterministic=1 pins it (`startup.NCCL_RING`), so that
-equal sizes on the same GPUs are bitwise reproducible.
+starting next to the slice's owner, or in the switches between GPUs. NCCL chooses the algorithm by
+size, topology and version; --deterministic=1 pins it (`startup.NCCL_RING`), so that equal sizes on
+the same GPUs are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ REDUCTION_SLOTS = 8
 
 
 class Group:
-    """A group of ranks that includes this one, and its collectives, which are no-ops for a single
-    rank.
+    """A group of ranks including this one, and its collectives, which are no-ops for a single rank.
 
-    rank, world_size: within the group. group: NCCL's or gloo's. watch: enforces the step time-out
-    on a GPU.
+    rank, world_size: within the group. group: NCCL's or gloo's. watch: enforces the step timeout on
+    a GPU.
     """
 
-    symmetric_memory: Any = None  # torch's library for it, if the buffers of collectives are there
+    symmetric_memory: Any = None  # torch's library for it, if the collectives' buffers are there
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Group:
         self.device = device
         self.group = group
         self.traffic, self.watch = traffic, watch
-        self.device_type = device.type  # in a plan, that of the planned device
+        self.device_type = device.type  # in a plan, the planned device's
         self._tag = 0
         self._scratch: Tensor | None = None
         self._reduction: Handle | None = None
@@ -125,19 +124,19 @@ class Group:
         return values if self.world_size == 1 else self.gathered(values, "sum").sum(dim=0)
 
     def largest(self, values: Tensor, kind: str) -> Tensor:
-        """Return the elementwise maximum of a small tensor over ranks; NaN if one is."""
+        """Return the elementwise maximum of a small tensor over ranks; NaN if any is NaN."""
         return values if self.world_size == 1 else self.gathered(values, kind).amax(dim=0)
 
     def gathered(self, tensor: Tensor, kind: str) -> Tensor:
-        """Return the tensors of all ranks, (world_size, *shape), on every rank; equal shapes and
-        dtypes."""
+        """Return all ranks' tensors, (world_size, *shape), on every rank; shapes and dtypes must
+        match."""
         gathered = tensor.new_empty(self.world_size, *tensor.shape)
         gathered[self.rank] = tensor
         self.all_gather(gathered.view(-1), kind).wait()
         return gathered
 
     def exchange(self, own: Tensor, other: Tensor, peer: int) -> None:
-        """Send a contiguous tensor to a peer while one of the same size arrives from it; wait for
+        """Send a contiguous tensor to a peer while receiving one of the same size; wait for
         both."""
         moves = [(dist.isend, own), (dist.irecv, other)]
         for work in dist.batch_isend_irecv(
@@ -146,7 +145,7 @@ class Group:
             work.wait()
 
     def wait_for(self, event: Event) -> None:
-        """Wait for a GPU event of the step that the host is queueing."""
+        """Wait for a GPU event in the step that the host is queueing."""
         assert self.watch is not None, f"no events on {self.device.type}"
         self.watch.wait_for(event)
 
@@ -201,7 +200,7 @@ def alone(device: torch.device) -> Group:
 def reduction_scratch_bytes(
     device_type: str, world_size: int, shard_numel: int, dtype: torch.dtype
 ) -> int:
-    """Return the scratch bytes of reductions of shards of this size: receive chunks on CPU, nothing
+    """Return the scratch bytes for reductions of shards of this size: receive chunks on CPU, none
     on a GPU."""
     if device_type == "cuda":
         return 0
@@ -216,6 +215,6 @@ def reduction_scratch_shape(world_size: int, shard_numel: int) -> tuple[int, int
 
 
 def _nccl(name: str, older_name: str) -> Callable[..., Handle]:
-    """Return a collective by its name in torch >= 2.13, or else by the older name that 2.13
+    """Return a collective by its name in torch >= 2.13, else by the older name that 2.13
     deprecates."""
     return getattr(dist, name, None) or getattr(dist, older_name)

@@ -1,4 +1,4 @@
-"""Process startup: device, deterministic algorithms, and process groups."""
+"""Start a process: device, deterministic algorithms, and process groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_lite.errors import UsageError
 # the only protocol that works everywhere.
 NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 _ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-node)"
-WARM_UP_NUMEL = 2**22  # large enough that NCCL takes the same path as for a step's buffers
+WARM_UP_NUMEL = 2**22  # large enough that NCCL uses the same path as for a step's buffers
 
 
 def initialize(
@@ -45,8 +45,8 @@ def initialize(
     of one rank.
 
     on_met: called as soon as this rank can talk to the others, and again once all ranks have met,
-    before they connect to each other; not called for a group of one. options: what all ranks must
-    have alike, see `config.values.alike`; versions are added.
+    before they connect to each other; not called for a group of one. options: values that must
+    match on all ranks, see `config.values.alike`; versions are added.
     """
     environment = os.environ
     rank, world_size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
@@ -170,8 +170,8 @@ def _equal_nodes(distributed: Distributed, local_rank: int) -> int:
 def _new_group(
     on_gpu: bool, timeout: datetime.timedelta, symmetric: bool, ranks: Sequence[int] | None = None
 ) -> Any:
-    """Create a group for the collectives of a step: on a GPU, their kernels go before the products
-    that wait."""
+    """Create a group for a step's collectives; on a GPU, their kernels precede the products that
+    wait."""
     if not on_gpu:
         return dist.new_group(ranks, backend="gloo", timeout=timeout)
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -186,7 +186,7 @@ def _new_group(
 
 
 def _use_symmetric_memory(groups: Sequence[Group]) -> None:
-    """Let models put the buffers of collectives into NCCL's symmetric memory from now on.
+    """Let models place the buffers of collectives in NCCL's symmetric memory from now on.
 
     With zero CTAs, copy engines instead of multiprocessors gather such buffers between GPUs with
     direct access to each other; other kernels sum them. See "Copy Engine Collectives" in torch's
@@ -200,7 +200,7 @@ def _use_symmetric_memory(groups: Sequence[Group]) -> None:
 
 
 def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:
-    """Change the time-out of collectives from now on, which torch has no public name for."""
+    """Set the timeout of collectives from now on, for which torch has no public name."""
     for group in distributed.groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group.group)
     for group in distributed.pipeline.messages:
@@ -208,7 +208,7 @@ def _set_watchdogs(distributed: Distributed, timeout_s: float) -> None:
 
 
 def warm_up(distributed: Distributed) -> None:
-    """Let NCCL connect the ranks before the first step's time-out starts: with many machines this
+    """Let NCCL connect the ranks before the first step's timeout starts: with many machines this
     takes minutes.
 
     The host blocks in the first collective until all ranks are connected, for at most
@@ -257,7 +257,7 @@ def deterministic_ways(device: torch.device, triton: bool) -> str:
 
 
 def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of this rank; all ranks of a machine make the same choice.
+    """Return this rank's device; all ranks on a machine make the same choice.
 
     Raises:
         UsageError: if cuda is requested and absent, or there are more local ranks than GPUs.
@@ -274,8 +274,8 @@ def choose_device(name: str, local_rank: int, local_world_size: int) -> torch.de
         raise UsageError(
             f"--device={name}: {local_world_size} processes on this machine, but {count} GPUs; {_ONE_PROCESS_PER_GPU}"
         )
-    # Slurm may show each task only its own GPU; `refuse_shared_gpus` finds tasks that see the same
-    # one.
+    # Slurm may show each task only its own GPU; `refuse_shared_gpus` detects tasks that see the
+    # same one.
     index = 0 if count == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -302,7 +302,7 @@ def kernels_can_run() -> bool:
 
 @contextlib.contextmanager
 def _quiet_loopback(one_machine: bool) -> Iterator[None]:
-    """Let gloo on one machine use the loopback device: resolving the host's name may fail."""
+    """Let gloo on one machine use the loopback device: resolving the host name may fail."""
     if (
         not one_machine
         or "GLOO_SOCKET_IFNAME" in os.environ

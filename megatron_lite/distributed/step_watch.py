@@ -1,4 +1,4 @@
-"""Step time-outs on a GPU, for collectives that wait for a rank that hangs.
+"""Enforce step timeouts on a GPU, for collectives that wait for a hanging rank.
 
 NCCL's `wait` orders streams and returns immediately. A hanging rank therefore blocks another rank's
 host at its next wait: for the previous step, a throttling event, an agreement over gloo, data, or a
@@ -6,7 +6,7 @@ value from the device. All of these waits poll here and end with our own message
 
 NCCL's watchdog aborts the process without such a message. Its clock starts when the host queues a
 collective. A step is queued only after the last but one has ended, so our message comes at most two
-time-outs, plus the time to queue a step, later. Until the first step that compiles kernels has
+timeouts, plus the time to queue a step, later. Until the first step that compiles kernels has
 ended, all limits follow from --startup_timeout.
 """
 
@@ -21,7 +21,7 @@ import torch
 from megatron_lite.errors import PeerError
 
 POLL_S = 0.0002
-# On top of two time-outs: queueing a step and finding out which rank hangs.
+# On top of two timeouts: queueing a step and finding out which rank hangs.
 QUEUEING_S = 60.0
 _LATER = "distributed_timeout"
 
@@ -38,8 +38,8 @@ class StepWatch:
     """Waits for the newest step that the host has queued.
 
     timeout_s: limit on each wait, and on a step, from the time that it is queued and the previous
-    step has ended. first_s: the same until a step that compiles kernels has ended; a shared cache
-    of kernels may be slow.
+    step has ended. first_s: the same until a step that compiles kernels has ended; a shared kernel
+    cache may be slow.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepWatch:
         self._newest: Event | None = None
         self._deadline_s = 0.0
         self._flag, self._timeout_s = _LATER, timeout_s
-        self._later_s: float | None = None  # the limit once kernels are compiled, until then
+        self._later_s: float | None = None  # the limit once kernels are compiled, None afterwards
         self._compiled = False  # whether the newest step compiles kernels
         if first_s is not None:
             self._flag = "startup_timeout"
@@ -67,7 +67,7 @@ class StepWatch:
 
     @property
     def watchdog_timeout_s(self) -> float:
-        """Time-out for NCCL's watchdog, long enough that our message comes first."""
+        """Timeout for NCCL's watchdog, long enough that our message comes first."""
         return 2 * self._timeout_s + QUEUEING_S
 
     def end_step(self, compiles: bool = False) -> None:
@@ -103,7 +103,7 @@ class StepWatch:
         """Wait for an event of the step that the host is queueing.
 
         Raises:
-            PeerError: if the wait takes longer than the time-out.
+            PeerError: if the wait takes longer than the timeout.
         """
         deadline_s = self._clock_s() + self._timeout_s
         while not self._is_over(event, deadline_s):

@@ -1,8 +1,8 @@
-"""The collectives of a rank: their traffic, the time that computation waits for them, and the
+"""Record a rank's collectives: their traffic, the time that computation waits for them, and the
 rank's progress.
 
 Traffic is counts, elements and bytes by kind. Progress is the phase, the iteration and the newest
-collectives, for reports about a rank that hangs.
+collectives, for reports about a hanging rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
 
 
 class Progress:
-    """The progress of this rank. Other threads may read it at any time."""
+    """This rank's progress. Other threads may read it at any time."""
 
     def __init__(self) -> None:
         self.phase, self.iteration = "the start", 0
@@ -78,7 +78,7 @@ class Progress:
         self.recent: deque[Collective] = deque(maxlen=RECENT)
 
     def enter(self, phase: str) -> None:
-        """Record a phase of the set-up, and tell `on_phase`."""
+        """Record a phase of the set-up, and report it to `on_phase`."""
         self.phase = phase
         self.on_phase(phase)
 
@@ -94,8 +94,8 @@ class Progress:
         )
 
     def status(self) -> Collective:
-        """Return the newest collective (number 0 before the first one), with the phase and
-        iteration of now."""
+        """Return the newest collective (number 0 before the first one), with the current phase and
+        iteration."""
         newest = self.recent[-1] if self.recent else Collective(0, 0.0, "", 0, "", 0)
         return newest._replace(phase=self.phase, iteration=self.iteration)
 
@@ -112,7 +112,7 @@ class Total:
 
 
 class Traffic:
-    """Counts a rank's collectives over all its groups, by kind: see `KINDS`."""
+    """Counts a rank's collectives in all its groups, by kind: see `KINDS`."""
 
     def __init__(self, progress: Progress | None = None, device_type: str = "cpu") -> None:
         self.progress = progress or Progress()
@@ -120,9 +120,7 @@ class Traffic:
         self._on_gpu = device_type == "cuda"
         self._totals: dict[str, Total] = {}
         self._paused = False
-        self.recorder: Recorder | None = (
-            None  # set by a profile: wraps the handle of each collective
-        )
+        self.recorder: Recorder | None = None  # set by a profile: wraps each collective's handle
         self._stalls: list[
             tuple[str, torch.cuda.Event, torch.cuda.Event]
         ] = []  # on a GPU: before and after a wait
