@@ -1,8 +1,8 @@
-"""The early end of a start: the reason, reported once by the first thread that notices it, and the
-stacks of a rank.
+"""End a start early: the first thread that notices the reason reports it once; write a rank's
+stacks.
 
 A backend's error about a lost rank becomes a message for the user: which rank, where, the likely
-cause, and where the run resumes. Stacks are written on SIGUSR2 and on a time-out.
+cause, and where the run resumes. Stacks are written on SIGUSR2 and on a timeout.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.launch import is_first_on_machine
 
 REPORT_S = 10.0  # limit on waiting for another thread's report
-TELL_S = 1.0  # limit on waiting for another thread that writes exit.json while the start goes on
-LAUNCHER_S = 3.0  # the same after the launcher's death, which leaves five seconds
+TELL_S = 1.0  # limit on waiting for another thread that writes exit.json while the start continues
+LAUNCHER_S = 3.0  # the same after the launcher's death, which allows five seconds
 SAME_SIGNAL_S = (
-    1.0  # between a scheduler's signals to torchrun, which dies of SIGUSR1, and to the ranks
+    1.0  # between a scheduler's signals to torchrun, which SIGUSR1 kills, and to the ranks
 )
 SAVING_S = 1800.0  # limit on a save after a signal that killed torchrun
 ASK_S = 1.5  # ranks write their stacks within a second of a request
 KNOWING_PEER_S = (
-    3.0  # a rank on the machine of the lost rank knows more, and writes exit.json within this time
+    3.0  # a rank on the lost rank's machine knows more, and writes exit.json within this time
 )
-PAUSE_S = (
-    10.0  # between stacks: when all ranks are signalled, each also requests those of all others
-)
+PAUSE_S = 10.0  # between stacks: if all ranks are signalled, each also requests all others'
 
 
 class Ending:
@@ -56,9 +54,9 @@ class Ending:
 
     Attributes:
         progress: what this rank is doing.
-        places: processes of all ranks; empty before they have met.
-        experiment: the directory of this start; None before rank 0 has taken it.
-        newest: finds the iteration and folder of the newest checkpoint.
+        places: all ranks' processes; empty before they have met.
+        experiment: this start's directory; None before rank 0 has taken it.
+        newest: finds the newest checkpoint's iteration and folder.
         kill_children: kills child processes that must not outlive this one.
         is_saving: whether a stop signal has arrived, after which the ranks save and end.
     """
@@ -75,9 +73,9 @@ class Ending:
         self.experiment: Experiment | None = None
         self._meeting: Meeting | None = None
         self._watch: PeerWatch | None = None
-        self._hanging: list[Place] = []  # ranks of this machine, after a time-out
+        self._hanging: list[Place] = []  # local ranks, after a timeout
         self._reporting = threading.Lock()
-        self._done = threading.Event()  # nothing is left but the end of the process
+        self._done = threading.Event()  # only the end of the process remains
 
     def met(self, meeting: Meeting) -> None:
         """Talk to the other ranks from now on, and watch them once all have met."""
@@ -89,8 +87,8 @@ class Ending:
             )
 
     def tell(self, status: str, message: str = "") -> None:
-        """Write on rank 0 into exit.json that the start goes on; wait for the end if another thread
-        reports it."""
+        """Record in exit.json on rank 0 that the start continues; if another thread reports its
+        end, wait for that."""
         with self._reporting:
             if self._rank == 0 and self._is_recorded():
                 exit_status.write_exit(self._own_directory(), None, status, message, self._run)
@@ -104,8 +102,8 @@ class Ending:
         self.stacks.close()
 
     def on_request(self) -> None:
-        """Answer SIGUSR2, whose handler has already written the stacks of this rank: ask the other
-        ranks for theirs."""
+        """Answer SIGUSR2, whose handler has already written this rank's stacks: request the other
+        ranks'."""
         self.stacks.complete()
         if self._watch is not None:
             self._watch.request_stacks()
@@ -162,7 +160,7 @@ class Ending:
             exit_status.print_error(message, self._rank)
 
     def end_hanging(self) -> None:
-        """Kill local ranks that hung until a time-out: they hold their GPU and keep torchrun
+        """Kill local ranks that hung until a timeout: they occupy their GPU and keep torchrun
         waiting."""
         for place in self._hanging:
             _send(place, signal.SIGKILL)
@@ -183,21 +181,21 @@ class Ending:
         )
 
     def _near(self) -> list[Place]:
-        """Return the other ranks of this machine; empty before the ranks have met."""
+        """Return the other local ranks; empty before the ranks have met."""
         return processes.neighbors(self.places, self.places[self._rank]) if self.places else []
 
     def _end(self, error: RunError) -> NoReturn:
-        """End this process: the main thread could wait for an hour for a rank that is gone."""
+        """End this process: the main thread could wait for an hour for a lost rank."""
         if not isinstance(error, UnreachableError):
             self._let_it_save()  # torchrun and its store may be gone; a save that lacks a rank fails by itself
         code, _ = self.report(error)
         with contextlib.suppress(Exception):
             self.kill_children()
         self.end_hanging()
-        exit_status.leave(code)  # and leave the lock: others would take the directory for lost
+        exit_status.leave(code)  # and keep the lock: others would consider the directory lost
 
     def _let_it_save(self) -> None:
-        """Wait for this process to end if it is saving after a stop signal; return if it is not, or
+        """Wait for this process to end if it is saving after a stop signal; return if not, or if
         the save fails."""
         if not self.is_saving():
             return
@@ -209,7 +207,7 @@ class Ending:
     # ---------------------------------------------------------------------------------------------
 
     def _explained(self, lost: PeerError) -> PeerError:
-        """Return the error about a lost peer with an explanation for the user, or that the peer was
+        """Return a lost peer's error with an explanation for the user, or with the news that it was
         stopped."""
         near = self._near()
         machine = self.places[self._rank].machine
@@ -262,8 +260,7 @@ class Ending:
         return explanation
 
     def _ask_for_stacks(self, watch: PeerWatch, hanging: list[Place]) -> None:
-        """Make every rank write its stacks; a hanging rank of this machine may respond only to a
-        signal."""
+        """Make every rank write its stacks; a hanging local rank may respond only to a signal."""
         watch.request_stacks()
         self.stacks.write("after a time-out")
         self._hanging = hanging
@@ -312,8 +309,8 @@ class Ending:
 
 
 def _furthest_behind(places: Sequence[Place], statuses: Sequence[Collective]) -> list[Place]:
-    """Return the ranks that the others wait for. statuses: the progress of each rank, in rank
-    order, if known."""
+    """Return the ranks that the others wait for. statuses: each rank's progress, in rank order, if
+    known."""
     least = min((status.number for status in statuses), default=0)
     behind = [
         place for place, status in zip(places, statuses, strict=False) if status.number == least
@@ -328,11 +325,10 @@ def _send(place: Place, number: int) -> None:
 
 
 class Stacks:
-    """Writes the thread stacks and newest collectives of this rank to stderr, or after `open` to a
-    file.
+    """Writes this rank's thread stacks and newest collectives to stderr, or after `open` to a file.
 
     `faulthandler` writes the stacks inside the C signal handler, so that it works while a library
-    holds the GIL. The collectives follow as soon as a thread can run. Training continues.
+    has the GIL. The collectives follow as soon as a thread can run. Training continues.
     """
 
     def __init__(self, rank: int, progress: Progress) -> None:
@@ -346,8 +342,8 @@ class Stacks:
         self._register()
 
     def open(self, folder: Path | None) -> None:
-        """Write to a file in this folder from now on; stay with stderr if it is None or the file
-        cannot be opened."""
+        """Write to a file in this folder from now on; keep stderr if it is None or the file cannot
+        be opened."""
         if folder is None:
             return
         with contextlib.suppress(OSError):
@@ -368,7 +364,7 @@ class Stacks:
                 self._path.parent.rmdir()  # fails if the folder has other files
 
     def write(self, reason: str) -> None:
-        """Write the stacks of all threads and the newest collectives, at most once every PAUSE_S
+        """Write all threads' stacks and the newest collectives, at most once every PAUSE_S
         seconds."""
         with self._lock:
             if time.monotonic() - self._written_s < PAUSE_S:
@@ -379,7 +375,7 @@ class Stacks:
             self._write_collectives(reason)
 
     def complete(self) -> None:
-        """Append the newest collectives to the stacks that the signal handler has written."""
+        """Append the newest collectives to the stacks written by the signal handler."""
         with self._lock:
             self._written_s = time.monotonic()
             self._write_collectives("SIGUSR2")

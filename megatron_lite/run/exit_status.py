@@ -1,4 +1,4 @@
-"""The final message and exit code of a program; a run also writes them to `exit.json`. Imports no
+"""A program's final message and exit code; a run also writes them to `exit.json`. Imports no
 torch."""
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from megatron_lite.run.launch import is_first_on_machine, launch_rank, tell_torc
 
 # Files of an experiment directory that programs without torch read.
 EXIT_FILE, METRICS_FILE = "exit.json", "metrics.jsonl"
-# Space that a running start reserves in exit.json against a full disk, and how much of a message
-# fits into it.
+# Space that a running start reserves in exit.json against a full disk, which limits the message.
 RESERVED_BYTES = 8192
 _LONGEST_MESSAGE, _LONGEST_DETAIL = 3000, 500  # bytes; advice on memory takes 2,500
 
@@ -50,8 +49,8 @@ def report(
     """Print an error once, write it to exit.json and return the exit code.
 
     A rank that fails by itself always prints its error. A rank that only lost a peer does not
-    overwrite the peer's exit.json, nor does a start without a number, which does not own the
-    directory, overwrite that of another run.
+    overwrite the peer's exit.json; nor does a start without a number, which does not own the
+    directory, overwrite another run's.
 
     prints: whether this process prints an error that every rank raises. run: negative before the
     start has a number.
@@ -124,13 +123,12 @@ def print_page(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        # else the interpreter complains at its exit
+        # otherwise the interpreter complains at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _must_report_lost_peer(experiment_dir: str | None, rank: int, run: int) -> bool:
-    """Return whether this rank must report a lost peer, because the peer died without reporting
-    anything.
+    """Return whether this rank must report a lost peer that died without reporting anything.
 
     Survivors wait for staggered times, so that the first can write exit.json. Without an experiment
     directory rank 1 reports.
@@ -151,7 +149,7 @@ def write_exit(
     run: int,
     details: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Replace exit.json; never fails, because a second error would hide the one being reported.
+    """Replace exit.json; never raises, because a second error would hide the one being reported.
 
     While a start continues (code None), exit.json is padded to the space that its final content may
     need.
@@ -186,15 +184,15 @@ def write_exit(
 
 
 def _details(error: RunError) -> dict[str, Any]:
-    """Return the fields of exit.json about an error in addition to its message."""
+    """Return an error's fields for exit.json in addition to its message."""
     if isinstance(error, PeerError) and error.detail:
         return {"detail": _cut(error.detail, _LONGEST_DETAIL)}  # the backend's message
     return error.details() if isinstance(error, OutOfMemoryError) else {}
 
 
 def _cut(text: str, limit_bytes: int) -> str:
-    """Shorten a text to `limit_bytes` as JSON, where quotes and control characters take more than
-    one byte."""
+    """Shorten a text to `limit_bytes` as JSON, where quotes and control characters take several
+    bytes."""
 
     def num_bytes(length: int) -> int:
         return len(
@@ -226,8 +224,7 @@ def failure_of_peer(experiment_dir: str | None, run: int) -> tuple[int, str] | N
 
 
 def missing_package(error: BaseException | None) -> UsageError | None:
-    """Return the error to report if `error` is the import of a package that is not installed, else
-    None."""
+    """Return the error to report if `error` is the import of a missing package, else None."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name is None or "." in name or name in OWN or name in sys.stdlib_module_names:
         return None
@@ -237,7 +234,7 @@ def missing_package(error: BaseException | None) -> UsageError | None:
 
 
 def _remedy(name: str) -> str:
-    """Return the command to type: activate the checkout's .venv if it has the package, else
+    """Return the command to type: activate the checkout's .venv if it contains the package, else
     install."""
     environment = CHECKOUT / ".venv"
     activate = f"source {_typed(environment / 'bin' / 'activate')}"

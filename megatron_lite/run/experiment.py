@@ -1,17 +1,17 @@
-"""The experiment directory: paths of a run, and the lock that lets one start at a time write there,
+"""The experiment directory: a run's paths, and the lock that lets one start at a time write there,
 across machines.
 
 Every start creates a folder `runs/<k>/`, and the newest one owns the directory. Its `lock.json`
 names the owner: host, process, user, start time. The folder is renamed into place with the lock in
 it, so that two starts cannot get the same number. The owner removes the lock when it ends. A start
-that finds a lock never guesses whether the owner lives:
+that finds a lock never guesses whether the owner is alive:
 
 - the file is locked (flock), or the owner is a live process on this machine: in use;
 - the owner was a process on this machine and has ended: free;
 - its heartbeat, the file's modification time, changes: in use;
 - the heartbeat is older than a minute by the file system's clock: free. Until then, wait.
 
-A stopped process that wakes up after another start has taken the directory over finds the newer
+A stopped process that wakes up after another start has taken over the directory finds the newer
 folder before it writes again. A process whose directory was moved or removed notices too, because
 all ranks keep the lock file open.
 """
@@ -52,24 +52,22 @@ OnLoss = Callable[[FolderLostError], None]
 
 
 class Experiment:
-    """Paths of one start of a run. Without --experiment_dir every path is None and nothing is
-    written.
+    """The paths of one start. Without --experiment_dir every path is None and nothing is written.
 
     <root>/config.json, metrics.jsonl, checkpoints/<iteration>/, export/<iteration>/,
     runs/<run>/{logs,artifacts}/
 
-    Rank 0 takes the directory before it meets the others; `share` then tells them, or raises why it
-    could not.
+    Rank 0 takes the directory before it meets the others; `share` then reports the result to them.
     """
 
     root: Path | None = None
-    run = 0  # the number of the start; negative before this rank knows it
+    run = 0  # the start's number; negative before this rank knows it
     _lock: FolderLock | None = None  # None without a directory
     _refusal: StorageError | None = None
 
     def __init__(self, config: Config, rank: int, on_loss: OnLoss = lambda error: None) -> None:
-        """on_loss: called once, from another thread, when rank 0 finds that the directory is
-        lost."""
+        """Set the paths. on_loss: called once, from another thread, when rank 0 finds that the
+        directory is lost."""
         if (directory := config.run.experiment_dir) is None:
             return
         self.run = -1
@@ -84,7 +82,7 @@ class Experiment:
             self._refusal = refusal
 
     def share(self, distributed: Distributed) -> None:
-        """Let all ranks use the directory that rank 0 has taken.
+        """Share the directory that rank 0 has taken with all ranks.
 
         Raises:
             StorageError: on every rank, if rank 0 cannot write there, another run is using the
@@ -118,7 +116,7 @@ class Experiment:
         return False
 
     def release(self) -> None:
-        """Release the directory; call this after the last write. Never fails."""
+        """Release the directory; call this after the last write. Never raises."""
         if self._lock is not None:
             self._lock.release()
 
@@ -128,20 +126,20 @@ class Experiment:
 
     @property
     def profiles(self) -> Path | None:
-        """The folder for the profiles of all starts."""
+        """The folder for all starts' profiles."""
         return self._path("profiles")
 
     @property
     def artifacts(self) -> Path | None:
-        """The folder for the tensor logs, stacks and bad steps of this start."""
+        """The folder for this start's tensor logs, stacks and bad steps."""
         return self._path("runs", str(self.run), "artifacts")
 
     def export(self, iteration: int | None) -> Path | None:
-        """Return the folder for the export of an iteration; None: of the best one so far."""
+        """Return the folder for an iteration's export; None: the best one so far."""
         return self._path("export", "best" if iteration is None else str(iteration))
 
     def log_file(self, rank: int) -> Path | None:
-        """Return the log file of one rank of this start."""
+        """Return one rank's log file in this start."""
         return self._path("runs", str(self.run), "logs", f"logs_rank_{rank:03d}.txt")
 
     def _path(self, *names: str) -> Path | None:
@@ -193,7 +191,7 @@ def absolute_path(directory: str) -> Path:
 
 
 class Holder(NamedTuple):
-    """The process that holds a directory."""
+    """The process that owns a directory."""
 
     host: str = "an unknown host"
     machine: str = ""  # see `processes.machine_name`
@@ -208,7 +206,7 @@ class Holder(NamedTuple):
 
 
 class FolderLock:
-    """The lock of one start. Rank 0 calls `take`, the other ranks `see`."""
+    """One start's lock. Rank 0 calls `take`, the other ranks `see`."""
 
     def __init__(self, root: Path, on_loss: OnLoss = lambda error: None) -> None:
         self.root = root
@@ -221,14 +219,14 @@ class FolderLock:
 
     @property
     def folder(self) -> Path:
-        """The folder of this start."""
+        """This start's folder."""
         return self.root / "runs" / str(self.run)
 
     def take(self) -> None:
-        """Create the folder of a new start and hold the directory from then on.
+        """Create a new start's folder and own the directory from then on.
 
         Raises:
-            FolderLostError: if another process holds the directory.
+            FolderLostError: if another process owns the directory.
             OSError: if the directory cannot be written to.
         """
         runs = self.root / "runs"
@@ -261,7 +259,7 @@ class FolderLock:
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-        if newest is not None:  # left by an owner that was killed
+        if newest is not None:  # from an owner that was killed
             (runs / str(newest) / LOCK_FILE).unlink(missing_ok=True)
         self._beats = threading.Thread(target=self._beat, daemon=True, name="folder-lock")
         self._beats.start()
@@ -319,7 +317,7 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Release the directory if it is still ours; never fails. Call this on rank 0, after its
+        """Release the directory if it is still ours; never raises. Call this on rank 0, after its
         last write."""
         if self._beats is None or self._ended.is_set():
             return
@@ -330,17 +328,17 @@ class FolderLock:
             os.unlink(self.folder / LOCK_FILE)
 
     def _wait_until_free(self, run: int) -> None:
-        """Return once the holder has released the directory, or is known to be dead.
+        """Return once the owner has released the directory, or is known to be dead.
 
         Raises:
-            FolderLostError: once the holder is known to be alive.
+            FolderLostError: once the owner is known to be alive.
         """
         first_beat_s = None
         waits = False
         begun_s = time.monotonic()
         while (look := _look(self.root, run)) is not None:
             beats = look.is_locked or first_beat_s not in (None, look.beat_s)
-            # A dead process's child, or another start that inspects the lock, may hold the flock
+            # A dead process's child, or another start that inspects the lock, may have the flock
             # for a moment.
             if (look.lives or (look.lives is None and beats)) or (
                 look.is_locked and time.monotonic() - begun_s > BEAT_S
@@ -375,7 +373,7 @@ class FolderLock:
 
 
 def newest_run(root: Path) -> int | None:
-    """Return the number of the newest start of a run; None if there is none."""
+    """Return the number of a run's newest start; None without any."""
     runs = root / "runs"
     numbers = (
         [int(path.name) for path in runs.iterdir() if path.name.isdecimal()]
@@ -386,7 +384,7 @@ def newest_run(root: Path) -> int | None:
 
 
 def is_in_use(root: Path) -> bool:
-    """Return whether another process seems to hold a directory: enough to spare exit.json, not to
+    """Return whether another process seems to own a directory: enough to spare exit.json, not to
     refuse a start."""
     with contextlib.suppress(OSError):
         if (run := newest_run(root)) is not None and (look := _look(root, run)) is not None:
@@ -397,16 +395,16 @@ def is_in_use(root: Path) -> bool:
 
 
 class _Look(NamedTuple):
-    """State of a lock when a start inspects it."""
+    """A lock's state, as inspected by a start."""
 
     holder: Holder
-    lives: bool | None  # whether the holder runs; None if it is on another machine
-    beat_s: float  # time of the newest heartbeat, by the clock of the file system
-    is_locked: bool  # whether another process holds a flock on the file
+    lives: bool | None  # whether the owner runs; None if it is on another machine
+    beat_s: float  # time of the newest heartbeat, by the file system's clock
+    is_locked: bool  # whether another process has a flock on the file
 
 
 def _look(root: Path, run: int) -> _Look | None:
-    """Return the state of a start's lock; None if there is none."""
+    """Return the state of a start's lock; None without one."""
     path = root / "runs" / str(run) / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -442,7 +440,7 @@ def _this_process(nonce: str) -> Holder:
 
 
 def read_holder(descriptor: int) -> Holder:
-    """Return the holder named in an open lock file; an unknown one if the file is damaged."""
+    """Return the owner named in an open lock file; an unknown one if the file is damaged."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         values = json.loads(os.pread(descriptor, _LOCK_BYTES, 0))
         return Holder(**{**values, "pid": int(values["pid"])})

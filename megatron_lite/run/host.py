@@ -5,8 +5,8 @@ The number of threads depends on the configuration and the machine (cores, ranks
 current load: it changes the order of sums, and a resumed run must be bit-identical. The remedy for
 load is to spin only briefly (`limit_spinning`). Otherwise OpenMP threads spin for milliseconds at
 the end of every operation, on cores that another program needs: on 4 cores with 15 other busy
-processes, a step of a model of 64 channels took 14 s with two spinning threads, 0.9 s with one
-thread and 0.12 s with two sleeping threads.
+processes, a step of a 64-channel model took 14 s with two spinning threads, 0.9 s with one thread
+and 0.12 s with two sleeping threads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MALLOPT = {
 
 
 class Threads(NamedTuple):
-    """The number of threads of this process, and the reason."""
+    """This process's number of threads, and the reason."""
 
     number: int
     reason: str
@@ -144,7 +144,7 @@ def _control_groups(
 
 
 def _grant(folder: Path) -> float | None:
-    """Return the CPU quota of one cgroup, version 2 or 1, in cores."""
+    """Return one cgroup's CPU quota in cores, version 2 or 1."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text("ascii").split()
@@ -169,7 +169,7 @@ def available_bytes() -> int:
 
 
 def _room(folder: Path) -> int:
-    """Return the bytes that one cgroup, version 2 or 1, may still take: without a limit, more than
+    """Return the bytes that one cgroup, version 2 or 1, may still take; without a limit, more than
     any machine has."""
     for limit, used, cache in (
         ("max", "current", "inactive_file"),
@@ -192,19 +192,19 @@ def prepare_libraries() -> None:
     """Count cores and configure OpenMP, glibc and torch's allocator. Call this before importing
     torch."""
     available_cores()
-    # OpenMP must never give fewer threads than requested: oneDNN would leave a part of each product
-    # uncomputed, and a resumed run would sum in another order.
+    # OpenMP must never give fewer threads than requested: oneDNN would not compute a part of each
+    # product, and a resumed run would sum in another order.
     for name in ("OMP_DYNAMIC", "OMP_MAX_ACTIVE_LEVELS"):
         os.environ.pop(name, None)
     limit_spinning()
     keep_freed_memory()
-    # Of a GPU's memory less is left in holes: see `planner/runtime.py`.
+    # Wastes less GPU memory in holes: see `planner/runtime.py`.
     if (
         not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
         & os.environ.keys()
     ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # As warnings and errors, torch's C++ prints 40-line stacks for connections that a lost rank
+    # At warning and error level, torch's C++ prints 40-line stacks for connections that a lost rank
     # closes or never opens.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 

@@ -1,4 +1,4 @@
-"""The launcher's environment, validated: rank, number of processes, threads, end of the job."""
+"""Validate the launcher's environment: rank, number of processes, threads, end of the job."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task of an `srun` that starts the ranks itself; empty for
     any other process.
 
-    A batch script and a shell inside of a job see some of Slurm's variables too, but not those of a
-    step, or that of a step of one task. A terminal belongs to a shell of `srun --pty`, whose other
-    tasks may have ended.
+    A batch script and a shell inside a job see some of Slurm's variables too, but no step's, or
+    those of a one-task step. A terminal belongs to a shell of `srun --pty`, whose other tasks may
+    have ended.
     """
     step = {name: environment.get(f"SLURM_{name}", "") for name in _SLURM_TASK}
     if (
@@ -115,19 +115,19 @@ def launch_world_size() -> int:
 
 
 def job_end_s() -> float | None:
-    """Return the end of this Slurm job in seconds since 1970; None if unknown or outside Slurm.
+    """Return this Slurm job's end in seconds since 1970; None if unknown or outside Slurm.
 
-    Before 23.02 Slurm sets no variable; squeue is then asked.
+    Before 23.02 Slurm sets no variable; then squeue is asked.
     """
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if re.fullmatch(r"[0-9]{9,11}", text) else asked_job_end_s()
 
 
 def asked_job_end_s() -> float | None:
-    """Return what squeue says about the end of this Slurm job; None outside Slurm, or if it names
-    no end."""
+    """Return this Slurm job's end according to squeue; None outside Slurm, or if it names no
+    end."""
     job, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
-    if array:  # whose own number is also that of one of its tasks
+    if array:  # whose own number is also one of its tasks'
         job = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         if job:

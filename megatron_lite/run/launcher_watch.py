@@ -1,5 +1,5 @@
-"""End a rank whose launcher is gone: if only torchrun is killed, orphaned ranks would keep holding
-the GPUs.
+"""End a rank whose launcher is gone: if only torchrun is killed, orphaned ranks would keep the
+GPUs.
 
 Only torchrun's ranks are watched. A rank started by hand, nohup or srun may outlive its parent.
 """
@@ -31,8 +31,8 @@ _PF_EXITING = 4  # Linux: a process that is shutting down
 
 
 class LauncherWatch:
-    """Ends this process within five seconds after torchrun has died; does nothing for a rank of
-    another launcher.
+    """Ends this process within five seconds after torchrun has died; does nothing under another
+    launcher.
 
     on_gone: called in a thread with the reason before the process ends. The session replaces it to
     write exit.json too.
@@ -65,7 +65,7 @@ class LauncherWatch:
 
 
 def launcher_of(marks: Mapping[str, str]) -> int | None:
-    """Return the PID of the torchrun that started this process, perhaps through a script; GONE if
+    """Return the PID of the torchrun that started this process, possibly through a script; GONE if
     it has ended.
 
     Return None if torchrun does not seem to have started this process.
@@ -103,13 +103,13 @@ def _launcher_above(parent: int, marks: Mapping[str, str]) -> int | None:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Return the initial environment of a process; empty if unreadable."""
+    """Return a process's initial environment; empty if unreadable."""
     lines = proc_file(pid, "environ").decode("utf-8", "replace").split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def end_with_parent() -> None:
-    """Make the kernel end this process 5 s after its parent, even while a library holds the GIL;
+    """Make the kernel end this process 5 s after its parent, even while a library has the GIL;
     Linux only.
 
     The handler of DEATH_SIGNAL must not need Python: it is the C function `alarm`, whose argument,

@@ -1,4 +1,4 @@
-"""Progress of a script on standard error, and the forms of numbers and tables."""
+"""Show a script's progress on standard error, and format numbers and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 TERMINAL_INTERVAL_S = 0.5
 BAR_WIDTH = 20
-LONGEST_CELL = 40  # of a table, in characters
+LONGEST_CELL = 40  # table width in characters
 # less often as time passes, so that long jobs do not fill a log
 LINE_INTERVAL_S = 10.0
 LINES_PER_TIME = 20
@@ -45,8 +45,7 @@ def printed(text: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> list[str]:
-    """Return the rows in columns: those with these numbers, of words, to the left, the others to
-    the right."""
+    """Return the rows in aligned columns: `words` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -62,7 +61,7 @@ class ProgressLine(contextlib.AbstractContextManager[Any]):
     """Progress on standard error: one updated line on a terminal; otherwise new lines, every 10
     seconds at first.
 
-    shown: off for a process that must stay silent, as one without standard error does.
+    shown: off for a process that must stay silent, like one without standard error.
     """
 
     def __init__(self, shown: bool = True) -> None:
@@ -89,14 +88,13 @@ class ProgressLine(contextlib.AbstractContextManager[Any]):
         self.close()
 
     def close(self) -> None:
-        """Erase the line on a terminal, unless none was shown: another program's line may stand
-        there."""
+        """Erase the line on a terminal, unless none was shown: it may be another program's."""
         if self._terminal and self._shown_s > self._start_s:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class ByteProgress(ProgressLine):
-    """The progress of one pass over files."""
+    """Progress of one pass over files."""
 
     def __init__(self, purpose: str, total_bytes: int, shown: bool = True) -> None:
         super().__init__(shown)

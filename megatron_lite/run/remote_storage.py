@@ -1,6 +1,6 @@
 """Folders in remote storage through fsspec, which is imported only when one is opened.
 
-Credentials come from where the library of a store looks for them: the environment, its files, the
+Credentials come from where a store's library looks for them: the environment, its files, the
 machine's role.
 """
 
@@ -26,9 +26,9 @@ SILENCE_S = 60.0  # less would end a slow line, on which megabytes wait in route
 _SECRET_NAME = re.compile(
     r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)"
 )
-_AT_A_TIME = 4  # parts under way, some of them held twice
+_AT_A_TIME = 4  # parts in flight, some of them stored twice
 _PART_BYTES, _MOST_PARTS = 16 * 2**20, 10_000
-_RANGE_BYTES = 8 * 2**20  # a copy that is cut loses what is under way
+_RANGE_BYTES = 8 * 2**20  # an interrupted copy loses the parts in flight
 
 
 def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
 
 
 def _google_account(anonymous: bool) -> Any:
-    """Return the credentials for gcsfs, which would look for them for a minute itself; "anon"
-    without an account.
+    """Return the credentials for gcsfs, which itself would search for a minute; "anon" without an
+    account.
 
     Raises:
         LookupError: without an account, unless anonymous.
@@ -71,7 +71,7 @@ def _google_account(anonymous: bool) -> Any:
 
 
 class Storage:
-    """The store of an address; nothing is sent there before the first call. flag: for messages.
+    """The store at an address; nothing is sent there before the first call. flag: for messages.
 
     Each call to S3, Google Cloud or a web server raises TimeoutError once no byte has moved for
     `limit_s`, see `Line`. anonymous: whether to go on without an account.
@@ -86,7 +86,7 @@ class Storage:
     def __init__(
         self, address: str, flag: str, limit_s: float = SILENCE_S, anonymous: bool = True
     ) -> None:
-        # it logs tracebacks of what it also raises
+        # it logs tracebacks of errors that it also raises
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         try:
             from fsspec.core import url_to_fs
@@ -112,8 +112,8 @@ class Storage:
         return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
 
     def append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
-        """Append to a local file what it lacks of a file there. told: what the store tells of that
-        one."""
+        """Append to a local file what it lacks of a remote file. told: the store's entry for the
+        remote file."""
         if "https" in self.system.protocol:
             return self.line.wait_for(self._stream(there, file))
         if not self.system.async_impl:
@@ -132,7 +132,7 @@ class Storage:
             os.fsync(file.fileno())
 
     async def _stream(self, there: str, file: IO[bytes]) -> None:
-        """Append what a web server sends, which may know no ranges, or no size."""
+        """Append what a web server sends, which may not support ranges, or not know the size."""
         headers = {"Accept-Encoding": "identity"}
         if start := file.tell():
             headers["Range"] = f"bytes={start}-"
@@ -148,12 +148,12 @@ class Storage:
 
 
 def _part_bytes(size: int) -> int:
-    """Return the size of the parts of a file, of which a store takes 10,000."""
+    """Return the part size for a file, of which a store takes 10,000 parts."""
     return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
 def failure(error: BaseException) -> str:
-    """Describe any error of a store in one line without credentials."""
+    """Describe a store's error in one line without credentials."""
     reason = (
         (error.strerror if isinstance(error, OSError) else None)
         or str(error)
@@ -164,12 +164,12 @@ def failure(error: BaseException) -> str:
 
 
 class RemoteFolder(Storage):
-    """A folder in remote storage; names in it are relative. Methods raise whatever the library of
-    the store raises."""
+    """A folder in remote storage; names in it are relative. Methods raise whatever the store's
+    library raises."""
 
     def overlaps(self, folder: Path) -> bool:
-        """Return whether this is a local folder that is another one, contains it or lies in it,
-        also through links."""
+        """Return whether this is a local folder that equals, contains or lies in another one, also
+        through links."""
         if "file" not in self.system.protocol:
             return False
         one, other = Path(self.path).resolve(), folder.resolve()
@@ -181,30 +181,30 @@ class RemoteFolder(Storage):
         )
 
     def at(self, name: str) -> str:
-        """Return the path of a name for the methods of `storage`."""
+        """Return a name's path for the methods of `storage`."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
+        """Return a file's content; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return bytes(self.call("cat_file", self.at(name)))
         return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file completely or not at all."""
         self._put(name, lambda there: self.call("pipe_file", there, data))
 
     def listing(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Return what the store tells of each file and folder in a folder, by name; {} if there is
-        none."""
+        """Return the store's entries for the files and folders in a folder, by name; {} without
+        it."""
         with contextlib.suppress(FileNotFoundError):
             found = self.call("ls", self.at(folder), detail=True)
             return {info["name"].rstrip("/").rpartition("/")[2]: info for info in found}
         return {}
 
     def upload(self, path: Path, name: str, told: Mapping[str, Any]) -> int:
-        """Copy a file there and return the bytes sent: 0 if the store has told its size and, as S3
-        and GCS do, its MD5.
+        """Upload a file and return the bytes sent: 0 if the store reports the same size and, as S3
+        and GCS do, MD5.
 
         S3 compares what arrives with a checksum that is sent along. told: see `listing`; {} if it
         is not there.
@@ -218,14 +218,14 @@ class RemoteFolder(Storage):
         return size
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file from there."""
+        """Download a file."""
         there = self.at(name)
         with open(path, "wb") as file:
             self.append(there, file, self.call("info", there))
 
     def _put(self, name: str, put: Callable[[str], None]) -> None:
         there = self.at(name)
-        # an object store: it has no folders, and an object is whole or absent
+        # an object store: it has no folders, and an object is complete or absent
         if self.system.async_impl:
             return put(there)
         self.system.makedirs(there.rpartition("/")[0], exist_ok=True)
@@ -233,20 +233,20 @@ class RemoteFolder(Storage):
         self.system.mv(f"{there}.part", there)
 
     def move(self, folder: str, target: str, mark: str) -> None:
-        """Move the files of a folder; at each moment, one of both has its mark, without which it
-        does not count."""
+        """Move a folder's files; at each moment, one of the two has its mark, without which it does
+        not count."""
         names = [name for name in self.listing(folder) if name != mark]
         for name in (*names, mark):
             self.copy(f"{folder}/{name}", f"{target}/{name}")
         self.delete(folder, f"{folder}/{mark}")
 
     def copy(self, name: str, target: str) -> None:
-        """Copy a file inside the store, if there is one."""
+        """Copy a file inside the store, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._put(target, lambda there: self.call("cp_file", self.at(name), there))
 
     def delete(self, folder: str, mark: str) -> None:
-        """Delete a folder, but first the file without which it does not count."""
+        """Delete a folder, beginning with the file without which it does not count."""
         with contextlib.suppress(FileNotFoundError):
             self.call("rm_file", self.at(mark))
         with contextlib.suppress(FileNotFoundError):
@@ -254,7 +254,7 @@ class RemoteFolder(Storage):
 
 
 def _md5(path: Path, part_bytes: int, in_parts: bool) -> str:
-    """Return the MD5 of a file. in_parts: as S3 does of a file sent in parts, that of the parts'
+    """Return a file's MD5. in_parts: as S3 computes it for a file sent in parts, from the parts'
     MD5s."""
     total, count = hashlib.md5(usedforsecurity=False), 0
     with open(path, "rb") as file:

@@ -1,9 +1,9 @@
-"""A limit on the silence of a store, whatever its library waits for.
+"""Limit the silence of a store, whatever its library waits for.
 
-Libraries have limits on connecting and on reading, but none while they send: s3fs sends the head of
-an upload and waits for leave to send the body, and aiohttp waits until a body is gone, both
-forever. So this module asks the kernel about each connection: how many bytes the other side has
-acknowledged, and how many have arrived. A slow line moves.
+Libraries limit connecting and reading, but not sending: s3fs sends the head of an upload and waits
+for permission to send the body, and aiohttp waits until a body is sent, both forever. So this
+module asks the kernel about each connection: how many bytes the other side has acknowledged, and
+how many have arrived. A slow line moves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Line:
     """The connections to a store.
 
-    limit_s: how long no byte may move while a call is under way. Time is counted in looks, so that
-    a process that was stopped meanwhile does not take its own pause for silence.
+    limit_s: how long no byte may move during a call. Time is counted in looks, so that a process
+    that was stopped meanwhile does not count its own pause as silence.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -45,14 +45,14 @@ class Line:
         self._work: concurrent.futures.Future[Any] | None = None
 
     def open_socket(self, address: Any) -> socket.socket:
-        """Open a socket as aiohttp asks for it. address: as `socket.getaddrinfo` returns it."""
+        """Open a socket for aiohttp. address: as returned by `socket.getaddrinfo`."""
         opened = socket.socket(*address[:3])
         self._counts[opened] = 0
         return opened
 
     def session(self) -> dict[str, Any]:
-        """Return options of an aiohttp session with these connections, in which a transfer may last
-        while it moves."""
+        """Return options for an aiohttp session with these connections, in which a transfer may
+        last while it moves."""
         import aiohttp
 
         connector = aiohttp.TCPConnector(loop=self._loop, socket_factory=self.open_socket)
@@ -65,8 +65,8 @@ class Line:
         """Return the result of a library's work.
 
         Raises:
-            TimeoutError: if no byte has moved for too long. All connections are closed: the others
-            may be dead as well.
+            TimeoutError: if no byte has moved for too long. Closes all connections: the others may
+                be dead as well.
         """
         self.silent_s = 0.0
         self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -102,7 +102,7 @@ class Line:
         return self._moved_bytes > moved_bytes or not _TCP_INFO
 
     def close(self) -> None:
-        """Close the connections, also from another thread than that of a call, which then raises an
+        """Close the connections. Another thread may do this; a call in progress then raises an
         error."""
         if self._work is not None:
             self._work.cancel()

@@ -14,12 +14,12 @@ LOOK_S = 1.0  # at least, between looks
 
 
 class StopFiles:
-    """The files of a run; rank 0 alone looks for them.
+    """The stop files of a run; only rank 0 looks for them.
 
     Attributes:
-        stop: asks for a save and the end of the run.
-        save: asks for a save.
-        limit: has passed once `stop` is there; see `StopSignal.limits`.
+        stop: requests a save and the end of the run.
+        save: requests a save.
+        limit: has passed once `stop` exists; see `StopSignal.limits`.
     """
 
     def __init__(self, stop: Path, save: Path) -> None:
@@ -28,8 +28,8 @@ class StopFiles:
         self.limit = TimeLimit(STOP_FILE, lambda: -1.0 if self.found(stop) else math.inf)
 
     def found(self, path: Path) -> bool:
-        """Return whether one of the files is there, or was a moment ago. A folder of its name,
-        which stays, is none."""
+        """Return whether one of the files exists, or did a moment ago. A folder of that name, which
+        stays, does not count."""
         if (now_s := time.monotonic()) - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._found = {one for one in (self.stop, self.save) if os.path.isfile(one)}

@@ -1,4 +1,4 @@
-"""Stop requests by a signal, a time limit or a file; all ranks agree on them before the next
+"""Stop requests from a signal, a time limit or a file; all ranks agree on them before the next
 iteration.
 
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag. A time limit saves and stops a run before a
@@ -72,7 +72,7 @@ class StopSignal:
         on_request: Callable[[], None] = lambda: None,
     ) -> None:
         self._before_saves, self._on_request = before_saves, on_request
-        self.limits: Sequence[TimeLimit] = ()  # the run stops once any of them has passed
+        self.limits: Sequence[TimeLimit] = ()  # the run stops once one of them has passed
         self.signal = 0  # the newest one; 0: none
         self.saves = False  # whether a request saves a checkpoint
         self._requested_s: float | None = None  # time of the first signal
@@ -105,8 +105,8 @@ class StopSignal:
         return self.saves and self._requested_s is not None
 
     def ignore(self) -> None:
-        """Ignore the signals from now on: everything is saved, and only the exit code is left to
-        return.
+        """Ignore the signals from now on: everything is saved, and only the exit code remains to be
+        returned.
 
         torchrun signals the other ranks as soon as one has ended, when Python's handlers may
         already be gone.
@@ -143,7 +143,7 @@ class TimeLimit(NamedTuple):
     """A time at which a start stops."""
 
     number: int
-    left_s: Callable[[], float]  # the time until then; negative afterwards
+    left_s: Callable[[], float]  # the remaining time; negative afterwards
 
     def describe(self) -> str:
         """Return a log line that says when the run stops."""
@@ -155,8 +155,8 @@ class JobEnd:
     """A number of seconds before the end of a Slurm job, which `scontrol update TimeLimit` may have
     moved meanwhile.
 
-    end_s: by the wall clock, as the job began. When it is near, squeue is asked, and again once the
-    end has moved.
+    end_s: by the wall clock, when the job began. When it is near, squeue is asked, and again once
+    the end has moved.
     """
 
     def __init__(self, end_s: float, before_s: float, clock_s: Callable[[], float]) -> None:
@@ -166,7 +166,7 @@ class JobEnd:
         self._may_move = True
 
     def left_s(self) -> float:
-        """Return the time that is left; negative afterwards."""
+        """Return the remaining time; negative afterwards."""
         if self._may_move and self._end_s - self._before_s <= self._clock_s():
             end_s = asked_job_end_s() or self._end_s
             self._end_s, self._may_move = end_s, end_s > self._end_s
@@ -180,9 +180,9 @@ def time_limits(
 ) -> tuple[TimeLimit, ...]:
     """Return the limits of a start that begins now.
 
-    Slurm's end is wall-clock time. Rank 0 alone looks at it: if thousands of ranks asked Slurm, it
-    would be overloaded. Minutes are counted by a monotonic clock, so that clock corrections (NTP)
-    neither end the run early nor prolong it.
+    Slurm's end is wall-clock time. Only rank 0 looks at it: thousands of ranks would overload
+    Slurm. Minutes are counted by a monotonic clock, so that clock corrections (NTP) neither end the
+    run early nor prolong it.
     """
     training = config.training
     begin_s = clock_s()
@@ -196,8 +196,7 @@ def time_limits(
 
 
 def idle_limit(config: Config, limits: Sequence[TimeLimit]) -> str | None:
-    """Return a warning for rank 0 if --stop_before_end_s has no effect. limits: those of this
-    start."""
+    """Return a warning for rank 0 if --stop_before_end_s has no effect. limits: this start's."""
     has_limit = any(limit.number == BEFORE_END for limit in limits)
     if config.training.stop_before_end_s is None or has_limit or launch_rank():
         return None
