@@ -1,2 +1,2 @@
-"""Text out of a model: load it into one process, continue prompts token by token, measure the loss
-of given text."""
+"""Generate text from a model: load it into one process, continue prompts token by token, measure
+the loss of given text."""

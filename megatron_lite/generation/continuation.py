@@ -1,11 +1,11 @@
-"""Continue prompts in batches; no text depends on another.
+"""Continue prompts in batches; texts do not affect each other.
 
 One pass reads a whole prompt; after that, each pass adds one token to every active text. When a
 text ends, the next prompt takes its row.
 
 The next token is the most probable one, or a draw from softmax(logits / temperature), cut by top-k
 and top-p. In this order, as in transformers: temperature; then the `top_k` largest; then the most
-probable of the rest until they have at least `top_p` of its probability (nucleus sampling, Holtzman
+probable of these until they reach at least `top_p` of their probability (nucleus sampling, Holtzman
 et al. 2020, https://arxiv.org/abs/1904.09751).
 """
 
@@ -37,7 +37,7 @@ class SamplingOptions(NamedTuple):
         scaled = logits.detach().cpu().double()
         scaled = (
             scaled - scaled.max()
-        ) / self.temperature  # the largest stays 0 at any temperature
+        ) / self.temperature  # the largest remains 0 at any temperature
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < scaled.topk(self.top_k).values[-1]] = -math.inf
         probabilities = scaled.softmax(0)
@@ -54,7 +54,7 @@ NOT_FINITE = -1  # no token: the logits are not finite
 
 
 class TokenSampler:
-    """Sampler of one text, with its own stream of random numbers."""
+    """Samples one text with its own stream of random numbers."""
 
     def __init__(self, options: SamplingOptions, seed: int) -> None:
         self._options = options
@@ -72,13 +72,13 @@ class TokenSampler:
         )
 
 
-# Runs a pass of a model and returns the logits (t, v) that `micro_batch.cache` asks for.
+# Runs a model pass and returns the logits (t, v) requested by `micro_batch.cache`.
 RunPass = Callable[[MicroBatch], Tensor]
 
 
 @dataclass
 class Text:
-    """A prompt and its continuation, which grows until `finish` says why it ended."""
+    """A prompt and its continuation, which grows until `finish` is set."""
 
     prompt: list[int]
     sampler: TokenSampler
@@ -114,7 +114,7 @@ class Limits(NamedTuple):
             text.finish = "context"
 
     def capacity(self, texts: Sequence[Text]) -> int:
-        """Return the tokens that a cache must hold for the longest continuation; the last token is
+        """Return the tokens that a cache needs for the longest continuation; the last token is
         never read."""
         return max(min(len(text.prompt) + self.max_new_tokens, self.longest) - 1 for text in texts)
 
@@ -179,9 +179,10 @@ def _checked(tokens: list[int]) -> list[int]:
 def _next_tokens(
     texts: Sequence[Text | None], cache: KeyValueCache, device: torch.device
 ) -> MicroBatch:
-    """Return the newest token of every text, to read; rows without a text give meaningless logits.
+    """Return a micro-batch with every text's newest token; rows without a text give meaningless
+    logits.
 
-    With several rows, idle rows are added: a CPU computes the last elements of a tensor by other
+    With several rows, idle rows are added: a CPU computes a tensor's last elements with other
     instructions than the rest, and products of fewer than four rows treat them differently.
     """
     idle = 0 if len(texts) == 1 else max(1, 4 - len(texts))

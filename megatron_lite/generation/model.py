@@ -4,9 +4,8 @@
     bits per byte = nats / ln 2 / bytes of UTF-8 of the tokens' text
 
 Bits per byte compares models with different tokenizers. It counts the bytes of exactly the
-predicted tokens: the first token of a text has nothing before it and is in neither sum. Special
-tokens, such as the end of a document, are predicted like others, so they cost bits, but they spell
-no bytes.
+predicted tokens: the first token of a text has no context and is in neither sum. Special tokens,
+such as the end of a document, are predicted like others, so they cost bits, but have no bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class LocalModel:
         Raises:
             CheckpointError: if the source is incomplete, damaged or not supported.
         """
-        # Without the options that only training uses.
+        # Without training-only options.
         self.config = dataclasses.replace(
             source.model,
             attention_dropout=0.0,
@@ -77,8 +76,7 @@ class LocalModel:
             fill(layer, source, lambda numel: torch.empty(numel, dtype=dtype, device=device))
 
     def prompt_attention(self) -> str:
-        """Return the fastest attention backend that works on this device for one text without
-        dropout."""
+        """Return the fastest attention backend on this device for one text without dropout."""
         config, device = self.config, self.device
         if config.attention_softmax_in_fp32:
             return "math"
@@ -107,7 +105,7 @@ class LocalModel:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device to run on; on a CPU, keep to the user's limit of threads.
+    """Return the device to run on; on a CPU, respect the user's thread limit.
 
     Raises:
         UsageError: if `name` is cuda and there is no GPU.
@@ -126,16 +124,16 @@ def choose_device(name: str) -> torch.device:
 def load_model(
     folder: Path, length: int | None, dtype: str | None, device: torch.device, weights: str = "raw"
 ) -> LocalModel:
-    """Load the model of a folder for texts of up to `length` tokens; warn if it was trained with
-    shorter ones.
+    """Load a folder's model for texts of up to `length` tokens; warn if it was trained with shorter
+    ones.
 
     Args:
-        length: None: the length of training, or where that is unknown the number of positions.
+        length: None: the training's length, or if unknown the number of positions.
         dtype: fp32, bf16 or fp16; None: fp32 on a CPU, bf16 on a GPU.
         weights: raw, or average: the running averages in one of our checkpoints.
 
     Raises:
-        CheckpointError: if the folder holds no complete, supported model.
+        CheckpointError: if the folder contains no complete, supported model.
         UsageError: if there are fewer learned positions.
         RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
@@ -159,8 +157,8 @@ def load_model(
 
 
 def common_length(folders: Sequence[Path], weights: str) -> int:
-    """Return the shortest length of the trainings of models, or UNKNOWN_LENGTH; at most the
-    positions of others."""
+    """Return the models' shortest training length, or UNKNOWN_LENGTH; models without one limit it
+    by their positions."""
     found = []
     for folder in folders:
         with open_source(folder, weights=weights) as source:
@@ -200,7 +198,7 @@ def evaluate(
 ) -> Totals:
     """Predict every label that is not masked, one micro-batch at a time.
 
-    token_bytes: of the tokenizer, or None; tokens beyond it spell nothing. progress: called after
+    token_bytes: the tokenizer's, or None; tokens beyond it have no bytes. progress: called after
     each micro-batch.
 
     Raises:
@@ -245,7 +243,7 @@ def text_batches(
 def _samples(
     texts: Iterable[str], tokenizer: Tokenizer, vocab_size: int, length: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (up to length + 1 tokens, numbers of their documents); neighbours share a token."""
+    """Yield (up to length + 1 tokens, their documents' numbers); neighbours share a token."""
     tokens: list[int] = []
     documents: list[int] = []
     for number, text in enumerate(texts):
@@ -282,7 +280,7 @@ def _micro_batch(
 
 
 def _starts(owners: Tensor) -> Tensor:
-    """Return where runs of equal numbers in the rows of (b, s) begin, flattened, and at last b
+    """Return where runs of equal numbers in the rows of (b, s) begin, flattened, followed by b
     s."""
     begins = torch.ones_like(owners, dtype=torch.bool)
     begins[:, 1:] = owners[:, 1:] != owners[:, :-1]

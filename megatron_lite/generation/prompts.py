@@ -19,13 +19,13 @@ from megatron_lite.huggingface.model_folder import source_folders
 
 
 def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool) -> Tokenizer:
-    """Load `tokenizer_file`, or else the tokenizer.json of a model's folder, or the one a
-    checkpoint was trained with.
+    """Load `tokenizer_file`, or else the tokenizer.json in a model's folder, or a checkpoint's
+    training tokenizer.
 
     special_tokens: whether a text may spell special tokens.
 
     Raises:
-        CheckpointError: if there is none, because the folder holds no model.
+        CheckpointError: if there is none, because the folder contains no model.
         DataError: if there is none, or it cannot be read.
         RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
@@ -45,8 +45,8 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
 
 
 def _tokenizers_of(model: Path) -> Iterator[str]:
-    """Yield the tokenizer.json of each model of a folder, newest first, or else --tokenizer_file of
-    its training."""
+    """Yield the tokenizer.json of each model in a folder, newest first, or else its training's
+    --tokenizer_file."""
     for folder in (model, *(folder for _, folder in source_folders(model))):
         check = pinned(folder)
         if (folder / "tokenizer.json").is_file():
@@ -77,8 +77,7 @@ def end_tokens(model: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_prompts(content: bytes, name: str) -> list[str]:
-    """Return the lines of a text file that are not blank. `name` is the flag with its value, for
-    messages.
+    """Return a text file's nonblank lines. `name` is the flag with its value, for messages.
 
     Raises:
         DataError: if there is no such line, or the file is not UTF-8.
@@ -99,8 +98,8 @@ def encode_prompt(
     """Encode a prompt; an empty one becomes the end of a document, after which another begins.
 
     Raises:
-        DataError: if a token is beyond the vocabulary, or the prompt leaves no room in a text of
-        `longest` tokens.
+        DataError: if a token is beyond the vocabulary, or a text of `longest` tokens has no room
+            after the prompt.
     """
     tokens = tokenizer.encode(prompt, template) or [tokenizer.end_of_document]
     shown = repr(prompt if len(prompt) <= 40 else prompt[:37] + "...")
@@ -118,18 +117,18 @@ def encode_prompt(
 
 
 class Continuations:
-    """Decoder of continuations that cuts them at the first stop string."""
+    """Decodes continuations and cuts them at the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
 
     def text(self, text: Text) -> str:
-        """Decode the continuation of a prompt, without the stop string that ended it."""
+        """Return a prompt's continuation, without the stop string that ended it."""
         whole = self._decode(text)
         return whole[: self._end(whole)]
 
     def stopped(self, text: Text) -> bool:
-        """Return whether the continuation contains a stop string, which may lie across tokens."""
+        """Return whether the continuation contains a stop string, which may span tokens."""
         return bool(self._stops) and self._end(self._decode(text)) is not None
 
     def _decode(self, text: Text) -> str:
@@ -144,8 +143,8 @@ class Continuations:
         )
 
     def _end(self, text: str) -> int | None:
-        """Return where the stop string that ends first begins; of several that end there, the
-        longest."""
+        """Return the start of the stop string that ends first; if several end there, the longest
+        one's."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
@@ -153,7 +152,7 @@ class Continuations:
 def numbered(prompts: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Pair each prompt with the number of equal prompts before it.
 
-    Seeds are made from these pairs, so that a prompt's place and the other prompts do not matter.
+    Seeds derive from these pairs, so they do not depend on a prompt's place or on other prompts.
     """
     seen = Counter[str]()
     for prompt in prompts:
@@ -162,6 +161,6 @@ def numbered(prompts: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def as_json(index: int, prompt: str, text: Text, continuation: str) -> dict[str, Any]:
-    """Return a text as an object for a line of JSON."""
+    """Return a text as an object for a JSON line."""
     counted = {"finish": text.finish, "prompt_tokens": len(text.prompt), "tokens": text.tokens}
     return {"index": index, "prompt": prompt, "text": continuation, **counted}

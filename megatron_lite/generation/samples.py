@@ -1,8 +1,8 @@
 """Samples during training: continuations of the same prompts every --sample_interval iterations.
 
 Every rank runs the same passes over the stages and gathers weights as in a validation; all use the
-tokens that rank 0 samples. Keys and values are cached, so a sample costs one pass for its prompt,
-and one pass per further token of `ROWS` samples together; with ZeRO-3 every pass gathers the whole
+tokens sampled by rank 0. Keys and values are cached, so a sample costs one pass for its prompt, and
+one pass per further token of `ROWS` samples together; with ZeRO-3 every pass gathers the whole
 model. Only buffers of gathered weights change.
 
 `<experiment_dir>/samples.jsonl` gets one line each time: `iteration`, `train_iters`, `samples` (per
@@ -43,12 +43,12 @@ from megatron_lite.seeds import derive_seed
 from megatron_lite.zero.multi_stage import MultiStage
 
 SAMPLES_FILE = "samples.jsonl"
-ROWS = 8  # samples that grow together
-SHOWN_CHARACTERS = 200  # of a sample in the log
+ROWS = 8  # samples continued together
+SHOWN_CHARACTERS = 200  # per sample in the log
 
 
 class Samples(NamedTuple):
-    """The prompts of a run, and the file for their continuations. Made by `open_samples`."""
+    """A run's prompts, and the file for their continuations. Created by `open_samples`."""
 
     config: Config
     distributed: Distributed
@@ -58,8 +58,8 @@ class Samples(NamedTuple):
     trackers: Trackers  # samples.jsonl on rank 0, with an experiment directory
 
     def write(self, model: MultiStage, iteration: int, logger: logging.Logger) -> None:
-        """Continue every prompt and write the samples, or warn if logits are not finite; all ranks
-        call this together.
+        """Continue every prompt and write the samples, or warn if logits are not finite.
+        Collective.
 
         Raises:
             StopRequested: on every rank, if any rank received a signal; nothing is written.
@@ -78,7 +78,7 @@ class Samples(NamedTuple):
             return logits
 
         try:
-            # Attention over prompts uses "math", which always works; a library that fails would end
+            # Attention over prompts uses "math", which always works; a failing library would end
             # the training.
             for _ in continue_texts(
                 run_pass, self.distributed.device, texts, limits, ROWS, self._agree
@@ -110,7 +110,7 @@ class Samples(NamedTuple):
         )
 
     def _texts(self, iteration: int) -> list[Text]:
-        """Return the prompts with samplers that depend on seed, iteration and prompt only."""
+        """Return the prompts with samplers that depend only on seed, iteration and prompt."""
         training, seed = self.config.training, self.config.distributed.seed
         options = SamplingOptions(
             training.sample_temperature, training.sample_top_k, training.sample_top_p
@@ -142,11 +142,11 @@ def _shown(prompt: str, continuation: str) -> str:
 
 
 def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
-    """Read the prompts of --sample_prompts and encode them.
+    """Read and encode the prompts of --sample_prompts.
 
     Raises:
         DataError: if prompts or tokenizer cannot be read, or a prompt does not fit the model or
-        --sequence_length.
+            --sequence_length.
     """
     training, length = config.training, config.batch.sequence_length
     assert training.sample_prompts is not None and config.data.tokenizer_file is not None, (
@@ -176,12 +176,12 @@ def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
 def open_samples(
     config: Config, distributed: Distributed, experiment: Experiment, stop: StopSignal
 ) -> Samples | None:
-    """Return the samples of a run, or None without --sample_interval; all ranks get the prompts
-    that rank 0 reads.
+    """Return a run's samples, or None without --sample_interval; all ranks get the prompts that
+    rank 0 reads.
 
     Raises:
         DataError, StorageError: on every rank, if prompts or tokenizer cannot be used, or
-        samples.jsonl not opened.
+            samples.jsonl not opened.
     """
     if config.training.sample_interval is None:
         return None

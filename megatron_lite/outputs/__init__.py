@@ -1,2 +1,2 @@
-"""Outputs of a run as they fall due: log lines, evaluations and samples, checkpoints and exports,
-exit status."""
+"""Produce a run's outputs as they fall due: log lines, evaluations and samples, checkpoints and
+exports, exit status."""

@@ -1,9 +1,9 @@
-"""The folder written for a bad step: everything its replay needs, and the first tensor that was not
+"""Write a folder for a bad step: everything its replay needs, and the first tensor that was not
 finite.
 
-The device drops a bad update without telling the host, which learns of it at a log line or a save.
-The forward and backward passes of the step are then repeated, and every tensor is checked. They
-change no weight; their gradients overwrite those of the newest step, which are no longer needed.
+The device drops a bad update unknown to the host, which learns of it at a log line or a save. The
+forward and backward passes of the step are then repeated, and every tensor is checked. They change
+no weight; their gradients overwrite the newest step's, which are no longer needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Watch(Observer):
         self._layers = layers
         self._tensors: list[
             tuple[bool, int, int, str]
-        ] = []  # gradient?, micro-batch, place on its way, name
+        ] = []  # gradient?, micro-batch, position along its path, name
         self._finite: list[Tensor] = []
 
     def layer_output(self, name: str, output: Tensor, micro_batch: int) -> None:
@@ -80,7 +80,7 @@ class Watch(Observer):
 
 
 def leave_bad_step(run: Run, step: BadStep | None) -> None:
-    """Examine a bad step and write its folder, once per step; all ranks call this together.
+    """Examine a bad step and write its folder, once per step. Collective.
 
     On a full disk the run continues without the folder.
     """
@@ -118,7 +118,7 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
 
 
 def content(run: Run, step: BadStep, found: JsonObject) -> JsonObject:
-    """Return the JSON content of the folder of a bad step."""
+    """Return the JSON content for a bad step's folder."""
     schedule = batch_schedule(run.config.batch)
     older = newest_before(run.experiment.checkpoints, step.iteration)
     if older is None and run.resumed.iteration < step.iteration:
@@ -157,10 +157,9 @@ def held_checkpoints(root: Path) -> set[int]:
 
 
 def examine(run: Run, iteration: int) -> JsonObject:
-    """Repeat the passes of an iteration with the current weights and find the first non-finite
-    tensor.
+    """Repeat an iteration's passes with the current weights and find the first non-finite tensor.
 
-    All ranks call this together and get the same answer. No weight, moment or counter changes.
+    Collective; all ranks get the same answer. No weight, moment or counter changes.
     """
     watch = Watch([layer.name for stage in run.model.all_stages for layer in stage.layers])
     distributed = run.distributed
@@ -188,7 +187,7 @@ def examine(run: Run, iteration: int) -> JsonObject:
             firsts[pipeline_rank] = min(
                 firsts.get(pipeline_rank, (index, rank, described)), (index, rank, described)
             )
-    if firsts:  # of several pipeline ranks, the one that the others follow
+    if firsts:  # among several pipeline ranks, the one that the others follow
         _, rank, (_, micro_batch, _, name) = min(firsts.values(), key=itemgetter(2))
         first, count = run.data.split("training", iteration).piece(
             micro_batch, place(rank)[SAMPLES]

@@ -1,4 +1,4 @@
-"""Evaluations, samples and exports of a run."""
+"""Run a run's evaluations, samples and exports."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def evaluate(run: Run, phase: str) -> dict[str, str | float | None]:
     """Log and return the mean loss per token of weights and of their averages; a phase always uses
     the same batches.
 
-    With --validation_by_dataset, or several data sets of --valid_data_path or --test_data_path, do
-    so for each alone.
+    With --validation_by_dataset, or several data sets in --valid_data_path or --test_data_path,
+    also do so for each alone.
     """
     refuse_bad_steps(run)
     losses = _losses(run, phase)

@@ -1,6 +1,6 @@
-"""--check_replicas_interval: compare replicated state between ranks and end the run if it differs.
+"""Compare replicated state between ranks and end the run if it differs (--check_replicas_interval).
 
-Ranks with the same pipeline and tensor-parallel rank hold the same weights, and norms and some
+Ranks with the same pipeline and tensor-parallel rank have the same weights, and norms and some
 other parameters are replicated over a tensor-parallel group.
 """
 
@@ -24,10 +24,10 @@ _AREAS = ("model", "batch", "learning_rate", "optimizer", "averaging", "multi_st
 
 
 def check_replicas(run: Run, iteration: int) -> None:
-    """Compare the ranks, if due, after the gradients and before the update of an iteration.
+    """Compare the ranks, if due, after an iteration's gradients and before its update.
 
-    At that point the buffers still hold the weights of the passes, and a wrong gradient has changed
-    nothing.
+    At that point the buffers still contain the weights of the passes, and a wrong gradient has
+    changed nothing.
 
     Raises:
         NumericsError: on every rank, if anything differs.
@@ -64,7 +64,7 @@ def check_replicas(run: Run, iteration: int) -> None:
 
 
 def _counters(run: Run, iteration: int) -> dict[str, Any]:
-    """Return what determines the next update, apart from the weights (reads the device)."""
+    """Return everything but the weights that determines the next update (reads the device)."""
     options = {area: dataclasses.asdict(getattr(run.config, area)) for area in _AREAS}
     return {
         "the iteration": [run.iteration, iteration],

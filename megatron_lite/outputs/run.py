@@ -76,12 +76,12 @@ class Run:
     stop_files: StopFiles | None = None  # of rank 0; None without --experiment_dir
     history: History  # of the run
     saved_s: float  # time.monotonic() of the last save, or of the start
-    logs_early: bool = False  # the first iterations, too, as --log_interval is not given
+    logs_early: bool = False  # the first iterations, too, as --log_interval is not set
     saves_by_default: bool = (
-        False  # every 15 minutes, as no flag says when; the newest two of a start are kept
+        False  # every 15 minutes, as no flag sets it; a start's newest two are kept
     )
     save_requested: bool = False  # by rank 0's clock, after the next iteration
-    ending: Ending | None = None  # None for a run that was set up without `opened`
+    ending: Ending | None = None  # None for a run set up without `opened`
     comparison: threading.Thread | None = None  # see `compare_exports`
     agreed_at: int | None = (
         None  # newest iteration at which --check_replicas_interval found no difference
@@ -100,17 +100,16 @@ class Run:
         self.experiment = experiment
         self.stop = stop
         self.asked = asked  # the configuration as typed
-        self.known_checkpoints: Known = {}  # what rank 0 has read of them
-        self.bad_steps: list[int] = []  # iterations that `leave_bad_step` has examined
+        self.known_checkpoints: Known = {}  # what rank 0 has read about them
+        self.bad_steps: list[int] = []  # iterations examined by `leave_bad_step`
         self.evaluated: dict[int, dict[str, float]] = {}  # newest losses, by name
         self.without_labels: dict[
             str, int
-        ] = {}  # by phase: evaluations or updates in a row in which no label counts
+        ] = {}  # by phase: consecutive evaluations or updates in which no label counts
 
     @property
     def shown_config(self) -> Config:
-        """The configuration for people: with the paths of data as typed, not where they are in the
-        cache."""
+        """The configuration for people: with data paths as typed, not as cached."""
         names = ("dataset_source", *PATH_FLAGS, "loss_mask", "tokenizer_file")
         return changed(
             self.config,

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a run: when they are due, and when they are refused."""
+"""Decide when a run's checkpoints and exports are due or refused, and write them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_lite.run.durable_files import pause_s
 from megatron_lite.zero.finite import not_finite
 
 T = TypeVar("T")
-DEFAULT_CHECKPOINTS = 2  # of a start that saves by the clock because nothing else is asked for
+DEFAULT_CHECKPOINTS = 2  # kept by a start that saves by the clock because nothing else is set
 _POLL_S = 0.25  # during pauses between attempts
 _LOOK_S = 0.01  # while waiting for a background save
 
@@ -68,7 +68,7 @@ def is_time_to_save(run: Run) -> bool:
 
 
 def refuse_bad_steps(run: Run) -> None:
-    """Refuse to publish after a step that must stop the run, even though its update was dropped.
+    """Refuse to publish after a step that must stop the run, even if its update was dropped.
 
     Raises:
         NumericsError: on every rank, if there was such a step.
@@ -250,7 +250,7 @@ def _refuse_lost_folder(run: Run) -> None:
     """
 
     def look() -> None:
-        with contextlib.suppress(OSError):  # a file system that does not answer
+        with contextlib.suppress(OSError):  # an unresponsive file system
             run.experiment.check()
 
     together(run.distributed, look)
@@ -308,13 +308,12 @@ def save_and_stop(run: Run, reason: str) -> tuple[int, str]:
 
 
 def save_before_end(run: Run, error: RunError) -> None:
-    """Save what was trained in this start before data that cannot be read end the run: the weights
-    are good."""
+    """Save what this start has trained before unreadable data end the run: the weights are good."""
     if not error.agreed or run.iteration == run.resumed.iteration:
         return
     try:
         save(run, run.evaluation_due, stopping=True)
-    except RunError as problem:  # the data remain the reason why the run ends
+    except RunError as problem:  # the data remain the reason for the run's end
         run.logger.warning("iteration %d is not saved: %s", run.iteration, problem)
 
 
@@ -326,8 +325,8 @@ def completion(run: Run) -> str:
 
 
 def early_end(run: Run) -> str:
-    """Return the closing message of a run that --early_stopping_patience has ended, now or in an
-    earlier start."""
+    """Return the closing message of a run ended by --early_stopping_patience, now or in an earlier
+    start."""
     stopped = f"stopped early at iteration {run.iteration} of {run.config.training.train_iters}"
     ending = (
         f"{stopped}{run.optimizer.guard.dropped.ending()}; {run.best} (--early_stopping_patience)"

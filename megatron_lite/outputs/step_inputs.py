@@ -1,4 +1,4 @@
-"""The micro-batches of a step, in the form that the model takes."""
+"""Prepare a step's micro-batches for the model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from megatron_lite.model.layer import MicroBatch
 from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import dropout_seed
 
-# updates in a row in which no label counts, after which a run warns; evaluations: 1
+# consecutive updates without a counted label before a run warns; evaluations: 1
 PATIENCE = {"training": 100}
 
 
 def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
-    """Return the labels of each micro-step that count in the loss, over all ranks; all ranks call
-    this together.
+    """Return the labels of each micro-step that count in the loss, over all ranks. Collective.
 
     Without masks every rank knows the numbers, and no communication is needed.
     """
     if any(batch.masked is not None for batch in micro_batches):
-        # other ranks train on the same samples
+        # the other ranks train on the same samples
         copies = run.distributed.world_size // run.distributed.data.world_size
         return [
             total // copies
@@ -30,7 +29,8 @@ def counted_labels(run: Run, micro_batches: Sequence[HostBatch]) -> list[int]:
 
 
 def watch_labels(run: Run, phase: str, counted: int) -> None:
-    """Warn once that no label counts in the loss of an evaluation, or of many updates in a row."""
+    """Warn once that no label counts in the loss of an evaluation, or of many consecutive
+    updates."""
     patience = PATIENCE.get(phase, 1)
     run.without_labels[phase] = 0 if counted else run.without_labels.get(phase, 0) + 1
     if run.without_labels[phase] == patience:
@@ -65,10 +65,10 @@ def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
     batch's loss.
 
     Args:
-        counted: labels that count in the loss in each micro-step, over all ranks.
+        counted: labels that count in the loss per micro-step, over all ranks.
         reduction: "token": every label has the same weight. "micro_mean": every micro-step's mean
-            has the same weight, however few labels it counts (as in Levanter); a micro-step without
-            counted labels has weight 0.
+            has the same weight, however few labels it counts (as in Levanter); without counted
+            labels it is 0.
     """
     if reduction == "token":
         return [1.0] * len(counted)

@@ -1,4 +1,4 @@
-"""The log lines of training and the training records in metrics.jsonl."""
+"""Write training's log lines and its records in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def log_training(run: Run, update: Update) -> None:
 
 
 def is_log_due(run: Run) -> bool:
-    """Return whether to log this iteration; with the default interval, also the first ones whose
-    number is early."""
+    """Return whether to log this iteration; with the default interval, also early ones
+    (`is_early`)."""
     options = run.config.run
     due = is_due(run.iteration, options.log_interval, options.log_offset)
     return due or (run.logs_early and is_early(run.iteration, options.log_interval))
@@ -109,7 +109,7 @@ def show_early(run: Run, update: Update) -> None:
     values: dict[str, Any] = {
         "iteration": run.iteration,
         "train_iters": run.config.training.train_iters,
-        "loss": run.window.mean_loss(),  # since the last line of the log file
+        "loss": run.window.mean_loss(),  # since the log file's last line
         "learning_rate": learning_rate(run.config, run.iteration, run.data.counts.schedule),
         "grad_norm": float(update.grad_norm),
         **run.timer.glance(run.iteration),
