@@ -1,1 +1,1 @@
-"""Memory and communication of a run, predicted before it starts, and options chosen from them."""
+"""Predict a run's memory and communication before it starts, and choose options from them."""

@@ -27,15 +27,15 @@ NCCL_COST = (20e-6, 2e-6, 50e9)
 GLOO_COST = (100e-6, 50e-6, 1e9)
 LATENCY_SHARE = 0.1
 SMALLEST_NCCL_GATHER = 32 * MIB
-# More bytes than a run needs for each weight, and for each weight and token over the hidden size.
+# More bytes than a run needs per weight, and per weight and token divided by the hidden size.
 MOST_STATE_BYTES, MOST_TOKEN_BYTES = 32, 16
 
 
 def resolve_auto(
     config: Config, world_size: int, device_type: str, device_bytes: int, nodes: int = 1
 ) -> tuple[Config, tuple[Note, ...]]:
-    """Replace what rests on the devices by numbers; return the options and, per choice, a note with
-    the reason.
+    """Replace options that depend on the devices by numbers; return the options and, per choice, a
+    note with the reason.
 
     --zero_stage=auto becomes the lowest stage whose predicted memory (`plan.py`) fits
     `device_bytes`; if none does, the highest, with a warning. --layers_per_stage=auto: see
@@ -71,7 +71,7 @@ def _lowest_zero_stage(
     planner = Planner(world_size, device_type)
     zero_stage = 0
     needed = 0
-    # Half of a split master weight lives in the weight buffer of its own stage, which ZeRO-3 does
+    # Half of a split master weight is stored in its stage's own weight buffer, which ZeRO-3 does
     # not have.
     for zero_stage in (1, 2) if config.multi_stage.split_master_weights else (1, 2, 3):
         needed = planner.plan(changed(config, {"zero_stage": zero_stage})).needed_bytes()
@@ -90,12 +90,12 @@ def _lowest_zero_stage(
 
 
 def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple[int, Note]:
-    """Choose the number of blocks per stage, and give the reason: enough to make a gather worth its
+    """Choose the number of blocks per stage, with the reason: enough to make a gather worth its
     latency.
 
-    At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers hold at most half of them,
-    some are left to overlap, and every pipeline schedule has its chunks. A group of one rank
-    gathers nothing and gets 1.
+    At most a quarter of a rank's blocks, so that the two ZeRO-3 buffers store at most half of them,
+    some remain to overlap, and every pipeline schedule has its chunks. A group of one rank gathers
+    nothing and gets 1.
     """
     group = SimulatedGroup(0, world_size, device_type, options=config.distributed)
     ranks = group.shard.world_size
@@ -119,15 +119,14 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
 
 
 def worthwhile_bytes(world_size: int, device_type: str) -> int:
-    """Smallest size of a stage's weights, in the training dtype, at which latency is at most a
-    tenth of a gather.
+    """Return the smallest size of a stage's weights, in the training dtype, at which latency is at
+    most a tenth of a gather.
 
     A gather of n bytes takes latency + n / bandwidth. With NCCL a launch costs about 20 us, and
     each of the N - 1 hops of a ring about 2 us; 50 GB/s is one 400 Gbit/s adapter per GPU. The
-    result is 63 MiB for 64 GPUs and 118 MiB for
-    128. A single machine has few hops, but NVLink has several times the bandwidth, so the minimum
-    is 32 MiB. With gloo, pairs of messages of about 50 us share about 1 GB/s: 1.3 MiB for 2
-    processes.
+    result is 63 MiB for 64 GPUs and 118 MiB for 128. A single machine has few hops, but NVLink has
+    several times the bandwidth, so the minimum is 32 MiB. With gloo, pairs of messages of about 50
+    us share about 1 GB/s: 1.3 MiB for 2 processes.
     """
     start_s, per_rank_s, bytes_per_s = NCCL_COST if device_type == "cuda" else GLOO_COST
     latency_s = start_s + per_rank_s * (world_size - 1)
@@ -136,8 +135,8 @@ def worthwhile_bytes(world_size: int, device_type: str) -> int:
 
 
 def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
-    """Return an upper bound of a rank's tensors: each weight has state, and products make
-    activations of each token."""
+    """Return an upper bound on a rank's tensors: each weight has state, and products create
+    activations for each token."""
     batch = config.batch
     tokens = batch.micro_batch_size * batch.breadth_first_micro_batches * batch.sequence_length
     weights = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
@@ -145,15 +144,14 @@ def most_bytes(config: Config, layers: Sequence[Layer]) -> float:
 
 
 def check_memory(config: Config, layers: Sequence[Layer], distributed: Distributed) -> None:
-    """Check, before anything is allocated, that a CPU run finds the memory that its tensors need. A
-    GPU refuses itself.
+    """Check, before anything is allocated, that a CPU run has the memory for its tensors. A GPU
+    refuses by itself.
 
-    A first plan takes a second, so runs that are small for their machine have none. The runtime
-    does not count.
+    A first plan takes a second, so runs that are small for their machine skip it. The runtime does
+    not count.
 
     Raises:
-        OutOfMemoryError: if the memory that is free on this machine, divided by its ranks, is too
-        little.
+        OutOfMemoryError: if this machine's free memory, divided by its ranks, is too little.
     """
     ranks = distributed.local_world_size
     exempt = config.training.inference or config.distributed.ignore_memory_check
@@ -162,7 +160,7 @@ def check_memory(config: Config, layers: Sequence[Layer], distributed: Distribut
         return
     try:
         needed = Planner(distributed.world_size, "cpu", distributed.rank).plan(config).peak_bytes()
-    except Exception:  # what cannot be planned may still run
+    except Exception:  # a run that cannot be planned may still work
         return
     if needed > free:
         each = f" for each of the {ranks} ranks of this machine" if ranks > 1 else ""
@@ -175,7 +173,7 @@ def check_memory(config: Config, layers: Sequence[Layer], distributed: Distribut
 
 
 def device_memory_bytes(device: torch.device, local_world_size: int) -> int:
-    """Memory of a GPU, or this rank's share of the machine's memory."""
+    """Return a GPU's memory, or this rank's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size

@@ -70,8 +70,8 @@ exec srun --export=ALL --cpus-per-task={cores} --kill-on-bad-exit=1 bash scripts
 def changed_words(argv: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line without the dry-run options and with `changes` appended.
 
-    A flag in an @file stays there; the appended one wins. A change to None becomes `none`, which
-    unsets the option, if an @file may set it; otherwise the flag is dropped.
+    A flag in an @file is kept; the appended one overrides it. A change to None becomes `none`,
+    which unsets the option, if an @file may set it; otherwise the flag is dropped.
     """
     kept = [*_without(argv, PLANNING | changes.keys())]
     files = any(word.startswith("@") for word in kept)

@@ -29,18 +29,17 @@ from megatron_lite.planner.speeds import (
 
 MIB, GIB = 2**20, 2**30
 
-# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the least of
-# many logs of A100 and H100 cards ("GPU 3 has a total capacity of 79.10 GiB",
-# github.com/stas00/ml-engineering, debug/pytorch.md); others show up to 79.33 GiB. The driver keeps
-# the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) that nvidia-smi shows.
+# Memory that torch reports for an 80 GB GPU; a dry run queries no device. 79.10 GiB is the minimum
+# over many logs of A100 and H100 cards ("GPU 3 has a total capacity of 79.10 GiB",
+# github.com/stas00/ml-engineering, debug/pytorch.md); others show up to 79.33 GiB. The driver
+# reserves the rest of the 81,559 MiB (H100) or 81,920 MiB (A100) shown by nvidia-smi.
 PLANNED_GPU_BYTES = int(79.1 * GIB)
 
 DEFAULT_GPU = "h100"
 
 
 class Shares(NamedTuple):
-    """Shares of a device's peak that products and attention reach in a step, and how they are
-    known."""
+    """Shares of a device's peak that products and attention reach in a step, and their source."""
 
     products: float
     attention: float
@@ -49,7 +48,7 @@ class Shares(NamedTuple):
 
 # These shares reproduce the throughput of Mistral-7B in Fast-LLM's tutorial: 4,234 tokens/s on each
 # of 4 A100 (3,804 with the MLPs recomputed) and about 9,000 on each of 128 H100, whose clock and
-# memory keep up less with its tensor cores.
+# memory are slower relative to its tensor cores.
 AMPERE, HOPPER = (Shares(*shares, "from published runs") for shares in ((0.74, 0.45), (0.5, 0.32)))
 # Measured on one H200 at 700 W (docs/gpu_report.json): steps of Mistral-7B and Llama-3 layers take
 # 0.98 to 1.00 of what these predict, with a window 1.10, because the flash kernels for windows are
@@ -77,9 +76,8 @@ class Device(NamedTuple):
     tflops: float = 0.0
 
 
-# From the data sheets that `known_peak_tflops` has the peaks of; numbers for sparse products are
-# halved. Cards without NVLink have PCIe 4 or 5 (32 or 64 GB/s); RTX A6000 have NVLink only in
-# pairs.
+# From the data sheets behind `known_peak_tflops`; numbers for sparse products are halved. Cards
+# without NVLink have PCIe 4 or 5 (32 or 64 GB/s); RTX A6000 have NVLink only in pairs.
 _SHEETS = {
     "h100": Device(PLANNED_GPU_BYTES, 66.9, 3350, 450, HOPPER),
     "h200": Device(int(139.7 * GIB), 66.9, 4800, 450, ONE_H200),
@@ -100,13 +98,13 @@ _SHEETS = {
 }
 GPUS = {name: gpu._replace(tflops=known_peak_tflops(name) or 0.0) for name, gpu in _SHEETS.items()}
 # The network between nodes, per GPU and direction: one 400 Gbit/s adapter per GPU, or one 100
-# Gbit/s adapter per node. A collective sends every byte once from node to node, through all
-# adapters of a node at the same time.
+# Gbit/s adapter per node. A collective sends every byte once from node to node, through all of a
+# node's adapters at once.
 NODE_LINKS_GB_S = {"ib": 50.0, "ethernet": 12.5 / GPUS_PER_NODE}
-# Shares of a data sheet's peaks reached in practice: passes over memory 80 to 90 %, collectives
-# over good links 80 %.
+# Shares of a data sheet's peaks reached in practice: memory passes 80 to 90 %, collectives over
+# good links 80 %.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
-# Time in which the host issues a block's two passes; a GPU that computes faster waits for it.
+# Time in which the host issues a block's two passes; a faster GPU waits for it.
 HOST_BLOCK_S = 1e-3
 KINDS_IN_LAYERS = frozenset(kind for row in DIMENSIONS if row.in_layers for kind in row.kinds)
 
@@ -136,7 +134,7 @@ def cpu_of(threads: int) -> Device:
 
 
 def planned_speeds(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
-    """Return the measured speeds in --machine_speeds or, without it, those of a data sheet.
+    """Return the measured speeds in --machine_speeds or, without it, a data sheet's.
 
     Raises:
         UsageError: if the file cannot be read, the device type or dtype differs, or collectives are
@@ -171,7 +169,7 @@ def planned_speeds(distributed: DistributedConfig, device_type: str, world_size:
 
 
 def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int) -> Speeds:
-    """Return the speeds of a device and of the slowest link of a ring of ranks: shares of a data
+    """Return the speeds of a device and of the slowest link in a ring of ranks: shares of a data
     sheet's peaks."""
     threads, is_gpu = max((os.cpu_count() or 1) // world_size, 1), device_type == "cuda"
     gpu = gpu_of(distributed) if is_gpu else cpu_of(threads)
@@ -186,7 +184,7 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     is_slow = dtype == "fp32" or (dtype == "bf16" and not gpu.has_bf16)
     tflops, (products, attention, source) = gpu.fp32_tflops if is_slow else gpu.tflops, gpu.shares
     products_in = dtype
-    if distributed.tf32 and gpu.has_bf16:  # as all GPUs with TF32
+    if distributed.tf32 and gpu.has_bf16:  # like all GPUs with TF32
         products_in, tflops = "tf32", gpu.tflops / 2
     lines = [
         f"data sheet of {name}{unnamed}: {products_in} {tflops:,.4g} TFLOP/s, memory {gpu.memory_gb_s:,.0f} GB/s",

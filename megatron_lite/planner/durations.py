@@ -1,4 +1,5 @@
-"""How long a micro-batch's passes through the stages of a model take, from their measured costs."""
+"""Compute how long a micro-batch's passes through a model's stages take, from their measured
+costs."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from megatron_lite.planner.stage_costs import Cost, StageCosts
 from megatron_lite.zero.pipeline import Durations
 from megatron_lite.zero.stage import Stage
 
-LEAST_S = 1e-6  # of a pass
+LEAST_S = 1e-6  # per pass
 
 
 def hidden_s(cost: Cost, speeds: Speeds, dtype: str) -> float:
-    """Return the time of tensor-parallel collectives beside products of the same pass."""
+    """Return the time of tensor-parallel collectives that overlap with products of the same
+    pass."""
     hidden = 0.0
     for overlap, count in cost.overlaps.items():
         computing = sum(speeds.item_s(item, dtype) for item in overlap.items)

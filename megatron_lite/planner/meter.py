@@ -1,4 +1,4 @@
-"""Meters what a layer's code allocates, multiplies, reads and writes by running it on tensors
+"""Meter what a layer's code allocates, multiplies, reads and writes, by running it on tensors
 without memory.
 
 Tensors on the meta device have shapes and dtypes, but no values. Two torch modes make the engine's
@@ -46,8 +46,8 @@ _COMPARISONS = (
 
 
 class PlannedDevice(TorchFunctionMode):
-    """Makes meta tensors report that they are on `device`, and creates tensors meant for `device`
-    on meta."""
+    """Makes meta tensors report `device` as theirs, and creates tensors meant for `device` on
+    meta."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Meter(TorchDispatchMode):
         self.restart()
 
     def told(self, event: str, *args: Any) -> None:
-        """Count an event of `tell`. A kernel allocates nothing, and reads or writes each of its
+        """Count an event from `tell`. A kernel allocates nothing, and reads or writes each of its
         tensors once."""
         if event == "repeat":
             _, more, fewer = args
@@ -127,7 +127,7 @@ class Meter(TorchDispatchMode):
         return False
 
     def has_made(self, storage: Any) -> bool:
-        """Whether a storage was created since the meter was entered."""
+        """Return whether a storage was created since the meter was entered."""
         return storage._cdata in self._storages
 
     def restart(self) -> None:
@@ -196,11 +196,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def product_of(function: Any, args: Iterable[Any]) -> Product | None:
-    """Classify the product a (..., k) b (k, n) by the transposed factor as one of a linear layer's
-    three.
+    """Classify the product a (..., k) b (k, n) as one of a linear layer's three, by the transposed
+    factor.
 
     None for other operations, and for a product with a vector, which is a sum. b may be the same
-    for all of a batch.
+    for a whole batch.
     """
     if function._opname not in ("mm", "addmm", "addmm_", "bmm", "baddbmm", *EIGHT_BIT_PRODUCTS):
         return None
@@ -226,7 +226,7 @@ def moved_bytes(function: Any, operands: Sequence[Tensor], results: Sequence[Ten
     """Return the bytes of the tensors that an operation reads or writes, each once; 0 for views and
     allocations.
 
-    If one holds indices, the largest is a table, of which few rows are touched.
+    If one contains indices, the largest is a table, of which few rows are touched.
     """
     storages = {tensor.untyped_storage()._cdata for tensor in operands}
     makes_views = all(tensor.untyped_storage()._cdata in storages for tensor in results)
@@ -239,12 +239,12 @@ def moved_bytes(function: Any, operands: Sequence[Tensor], results: Sequence[Ten
 
 
 def is_attention() -> bool:
-    """Whether attention, or its backward pass, calls an operation."""
+    """Return whether an operation is called by attention or its backward pass."""
     return str(calling_frame().f_globals["__name__"]).startswith("megatron_lite.kernels.attention.")
 
 
 def calling_frame() -> FrameType:
-    """Return the innermost frame outside of torch, its modes and this package: code that calls an
+    """Return the innermost frame outside torch, its modes and this package: code that calls an
     operation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
@@ -258,7 +258,7 @@ def calling_frame() -> FrameType:
 @functools.cache
 def _written(function: Any) -> list[tuple[int, str]] | None:
     """Return positions and names of arguments that an operation writes and returns; None if it
-    makes new tensors."""
+    creates tensors."""
     schema = function._schema
     if torch.Tag.inplace_view in function.tags or not schema.is_mutable:
         return None
@@ -282,8 +282,7 @@ def _written(function: Any) -> list[tuple[int, str]] | None:
 
 @functools.cache
 def _shaped(function: Any) -> Callable[..., Any] | None:
-    """Return a function that allocates an operation's result; None if torch is fast enough at
-    it."""
+    """Return a function that allocates an operation's result; None if torch does it fast enough."""
     if _is_elementwise(function):
         is_condition = function._opname in _COMPARISONS
         return lambda *args, **options: _elementwise(args, torch.bool if is_condition else None)
@@ -364,7 +363,7 @@ def _reduced(
 
 
 def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype in which operands are combined; zero-dimensional tensors do not count."""
+    """Return the common dtype of operands; zero-dimensional tensors do not count."""
     of_elements = [tensor.dtype for tensor in tensors if tensor.dim()] or [
         tensor.dtype for tensor in tensors
     ]
@@ -372,7 +371,7 @@ def _common_dtype(tensors: list[Tensor]) -> torch.dtype:
 
 
 def _copied_bytes(function: Any, tensors: list[Tensor], options: Mapping[str, Any]) -> int:
-    """Return the bytes of operands that torch copies on a CPU first, to convert them or make them
+    """Return the bytes of operands that torch first copies on a CPU, to convert them or make them
     contiguous."""
     if function._opname.startswith("native_layer_norm"):
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())

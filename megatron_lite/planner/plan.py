@@ -1,4 +1,4 @@
-"""The plan of a run, before anything is allocated: memory and traffic of one rank.
+"""Plan a run before anything is allocated: one rank's memory and traffic.
 
 The engine itself does the counting: a `MultiStage` is built on the meta device, as one of any
 number of ranks. Its collectives are counted while its own schedule is replayed, and each kind of
@@ -106,8 +106,7 @@ class SimulatedPipeline(PipelineGroup):
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and traffic of one rank of a run: of a pipeline's ranks, the one that needs the most
-    memory."""
+    """One rank's memory and traffic: among pipeline ranks, the one that needs the most memory."""
 
     config: Config  # without `auto`
     world_size: int
@@ -122,12 +121,12 @@ class Plan:
 
     @property
     def order(self) -> Order:
-        """The order of the steps of all pipeline ranks."""
+        """The order of all pipeline ranks' steps."""
         return self.partition.order(self.config, self.config.performance.mlp_recompute_level)
 
     @property
     def costs(self) -> list[Cost]:
-        """Costs of a micro-batch's passes in each of the rank's stages."""
+        """Costs of a micro-batch's passes, per stage of the rank."""
         costs = self.partition.training(self.config, self.config.performance.mlp_recompute_level)
         return [pair[1] for stage in self.model.stages for pair in costs[stage.index].passes]
 
@@ -178,7 +177,7 @@ def planned_durations(
 
 
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
-    """The engine's own model for one rank of `group`, on the meta device."""
+    """Return the engine's own model for one rank of `group`, on the meta device."""
     kernels = choose_kernels(config, torch.device(device_type), planned=True)
     return partitioned(config, model_layers(config, kernels, group.tensor), group)
 
@@ -186,8 +185,8 @@ def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> Mu
 class Planner:
     """Plans many configurations of a run, most in a few milliseconds.
 
-    rank: None: of all pipeline ranks the one that needs the most memory, which data- and
-    tensor-parallel ranks share.
+    rank: None: the pipeline rank that needs the most memory, which data- and tensor-parallel ranks
+    share.
 
     A `MultiStage` of 32 blocks takes 20 ms to build, and its stages 100 ms to measure. The planner
     caches one per partition: configurations that differ only in recomputation, micro-batches and
@@ -207,7 +206,7 @@ class Planner:
     def plan(self, config: Config, levels: Sequence[str] = ()) -> Plan:
         """Return the plan of `config`, resolved and without `auto`.
 
-        levels: recompute levels to plan activations for, in addition to that of `config`.
+        levels: recompute levels to plan activations for, in addition to the one in `config`.
         """
         grid = RankGrid(self.world_size, config.distributed)
         stages = range(0, grid.span("pipeline"), grid.strides["pipeline"])
@@ -277,8 +276,8 @@ class Planner:
 
 
 def _traffic_between_passes(config: Config, partition: Partition) -> dict[str, Total]:
-    """Return the whole step's traffic; most micro-batches repeat the communication of those before
-    them."""
+    """Return the whole step's traffic; most micro-batches repeat their predecessors'
+    communication."""
     few, more, periods = partition.periods(config)
     micro_batch, level = planned_micro_batch(config), config.performance.mlp_recompute_level
 
@@ -295,11 +294,11 @@ def _traffic_between_passes(config: Config, partition: Partition) -> dict[str, T
 def count_traffic(
     model: MultiStage, schedule: Sequence[Step], micro_batch: MicroBatch
 ) -> dict[str, Total]:
-    """Replay the schedule of a step without computing; return its collectives by kind, as `Traffic`
+    """Replay a step's schedule without computing; return its collectives by kind, as `Traffic`
     counts them.
 
     Excludes collectives inside the passes. Counts the second of two steps, which does not gather
-    again what a buffer still holds.
+    again what a buffer still contains.
     """
     traffic = model.group.traffic
     micro_batches = [micro_batch] * (1 + max(step.micro_batch for step in schedule))

@@ -1,5 +1,5 @@
-"""The end of a dry run: layouts that fit, their predicted speed, and a command that runs the best
-one."""
+"""Write the end of a dry run: layouts that fit, their predicted speed, and a command that runs the
+best one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.validation.rules import Note
 
 WIDTH = 118
-ROWS = 10  # layouts that are shown
+ROWS = 10  # layouts to show
 TITLES = (
     "ZeRO",
     "micro-batches",
@@ -59,7 +59,7 @@ TITLES = (
 
 
 def wrapped(*notes: Note | str) -> Iterator[str]:
-    """Yield notes in lines of the report's width; a text is a remark."""
+    """Yield notes in lines of the report's width; texts become remarks."""
     for note in notes:
         text = note if isinstance(note, str) else f"{'WARNING: ' * note.is_warning}{note.text}"
         yield from textwrap.wrap(
@@ -115,8 +115,8 @@ def recommendation(plan: Plan, changes: Changes, search: Search, argv: Sequence[
 
 
 def _no_layout(search: Search, needed: int) -> str:
-    """Say that no layout fits, and how much a rank needs with every memory-saving option and on the
-    most GPUs."""
+    """Return the message that no layout fits, with a rank's memory under every memory-saving option
+    and on the most GPUs."""
     said = f"does not fit: {needed / GIB:,.1f} GiB of {search.device_bytes / GIB:,.1f} GiB"
     try:
         if (least := search.least_bytes) < math.inf:
@@ -140,7 +140,7 @@ def _no_layout(search: Search, needed: int) -> str:
 
 
 def _verdict(plan: Plan, present: Layout | None, best: Layout, search: Search) -> Iterator[str]:
-    """Say whether the requested layout fits, and how fast it would be."""
+    """Yield lines on whether the requested layout fits, and how fast it would be."""
     needed, space = plan.needed_bytes() / GIB, search.device_bytes / GIB
     if present is not None:
         faster = present.time.seconds / best.time.seconds
@@ -186,7 +186,7 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
 
 
 def _other_threads(search: Search, config: Config) -> Iterator[str]:
-    """Warn if the run would use a different number of threads than the measured speeds."""
+    """Warn if the run's number of threads differs from that of the measured speeds."""
     speeds = search.speeds
     if speeds.path and speeds.device_type == "cpu":
         chosen = choose_threads(config, search.world_size, search.world_size)
@@ -221,7 +221,7 @@ def _cells(layout: Layout) -> Iterator[str]:
 
 
 def _costs(search: Search, best: Layout) -> Iterator[str]:
-    """Yield time, its shares, and disk space of the recommended run."""
+    """Yield the recommended run's time, its shares, and disk space."""
     config, time = best.config, best.time
     iterations = config.training.train_iters
     parts = {**time.parts, "exposed communication": time.exposed_s}
@@ -247,7 +247,7 @@ def _costs(search: Search, best: Layout) -> Iterator[str]:
 
 
 def _epochs(config: Config, world_size: int) -> Iterator[str]:
-    """Say how often training reads the data, if the data is on this machine; nothing else in a plan
+    """Yield how often training reads the data, if it is on this machine; nothing else in a plan
     needs it."""
     if config.data.dataset_source == "random" or not (
         config.data.data_path and config.training.train_iters
@@ -267,7 +267,7 @@ def _epochs(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _command(asked: Config, best: Layout, argv: Sequence[str]) -> Iterator[str]:
-    """Yield the command of the recommended layout; with --write_sbatch also write its job."""
+    """Yield the recommended layout's command; with --write_sbatch also write its job."""
     changes = fewest_changes(asked, best)
     words = changed_words(argv, changes)
     chosen = [name for name in changes if name in (*WIDE, *SEARCHED)]

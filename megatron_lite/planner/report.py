@@ -1,5 +1,4 @@
-"""`--dry_run=1`: print what a run would need, on any machine, without a process group or the
-device."""
+"""Print a run's needs on any machine, without a process group or the device (`--dry_run=1`)."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ def dry_run(
 
 
 def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Changes]:
-    """Return the options, and their changes: as asked if these fit the search's ranks, otherwise as
+    """Return the options, and their changes: as asked if they fit the search's ranks, otherwise as
     recommended.
 
     config: resolved for another number of ranks.
@@ -96,7 +95,7 @@ def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Chang
 
 
 def planned_memory(distributed: DistributedConfig, world_size: int) -> tuple[int, str]:
-    """Return the bytes of the planned device, and where the number comes from."""
+    """Return the planned device's bytes, and the source of the number."""
     if distributed.device_memory_gib is not None:
         return int(distributed.device_memory_gib * GIB), "--device_memory_gib"
     if planned_type(distributed) == "cpu":
@@ -166,7 +165,8 @@ def _model(plan: Plan) -> Iterator[str]:
 
 
 def _shape(plan: Plan, stage: Stage) -> tuple[int, ...]:
-    """Return a key: consecutive stages with equal keys share a row; the two ends stay separate."""
+    """Return a key: consecutive stages with equal keys share a row; the two ends remain
+    separate."""
     in_the_middle = 0 < stage.index < len(plan.model.all_stages) - 1
     # differs between chunks of a pipeline rank
     place = plan.model.stages.index(stage) - stage.index

@@ -1,4 +1,4 @@
-"""Memory that a rank needs in addition to its tensors: each number with its source."""
+"""Compute a rank's memory in addition to its tensors: each number with its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FP32_BYTES = 4
 
 # The context of a process takes about 400 MB (github.com/pytorch/pytorch/issues/109888); 514 MiB in
 # the log of a card of 79.19 GiB. CUDA loads each kernel at its first launch: 0.59 GiB in logs of
-# training on single H100 cards, the process's memory minus the memory that torch has reserved.
+# training on single H100 cards, the process's memory minus torch's reserved memory.
 CUDA_CONTEXT_BYTES = int(0.6 * GIB)
 # torch keeps a workspace for each pair of cuBLAS handle and stream
 # (docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS workspaces"): one for the thread of the
@@ -29,11 +29,11 @@ CUBLAS_BYTES = 3 * 32 * MIB
 NCCL_CHANNELS, NCCL_CONNECTION_BYTES = 32, 10 * MIB
 # NVLink SHARP, within a machine: 16 channels x 2 buffers of 1 MiB x 8 GPUs (src/transport/nvls.cc).
 NVLS_BYTES = 256 * MIB
-# The caching allocator cannot fill every hole that freed tensors leave. With expandable segments,
+# The caching allocator cannot fill every hole between freed tensors. With expandable segments,
 # which `run/host.py` chooses, it keeps one range of addresses that grows by pages of 20 MiB, and
-# gives back the empty pages in holes before memory runs out ("Expandable Segments" in
+# returns the empty pages in holes before memory runs out ("Expandable Segments" in
 # c10/cuda/CUDACachingAllocator.cpp). Replays of steps by these rules take up to 0.2 times the two
-# largest temporary tensors of a micro-batch more than all tensors, without giving any back
+# largest temporary tensors of a micro-batch more than all tensors, without returning any
 # (tests/planner/test_runtime.py). Without expandable segments it was 0.2 to 2.5 times as much,
 # which CPUs still get.
 HOLES = 0.5
@@ -55,7 +55,7 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
     own = (costs[stage.index].passes for stage in model.stages)
     largest = max(cost.largest for passes in own for pair in passes for cost in pair)
     if partition.device_type == "cuda":
-        # The group of all ranks, which is also the data-parallel one without tensor and pipeline
+        # The group of all ranks is also the data-parallel one without tensor and pipeline
         # parallelism; a pipeline has a group for sums, and one for messages in each direction.
         groups = sum(
             ranks > 1 for ranks in (data * tensor, *((data, tensor) if tensor > 1 else ()))
@@ -83,7 +83,7 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
 
 
 def _tensor_parallel_scratch_bytes(config: Config, model: MultiStage) -> int:
-    """Return the receive buffer of tensor-parallel collectives on a CPU; two ranks swap whole
+    """Return the receive buffer for tensor-parallel collectives on a CPU; two ranks swap whole
     hidden states."""
     ranks, dtype = model.tensor.world_size, model.precision.training
     numel = config.batch.micro_batch_size * config.batch.sequence_length * config.model.hidden_size

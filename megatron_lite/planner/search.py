@@ -1,4 +1,4 @@
-"""One search over the layouts of a run: those that fit the devices, the fastest first.
+"""Search a run's layouts for those that fit the devices, fastest first.
 
 A layout sets the ZeRO stage, the micro-batches, whether master weights are split, and what the
 backward pass recomputes. If none fits, a wider search also sets tensor parallelism or the number of
@@ -40,12 +40,12 @@ from megatron_lite.validation.sizes import check_passes
 SEARCH_S = 8.0  # processor time
 LARGEST_MICRO_BATCH = 64  # samples; larger products are no faster
 MOST_MICRO_BATCHES = 7  # micro-batch sizes to try
-MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all held
+MOST_BREADTH = 64  # breadth-first micro-batches, whose activations are all stored
 MOST_RANKS = 2**24  # the limit of --world_size
 LEAST_GAIN = 0.02  # share of the time; below it the layout that leaves the most memory is preferred
-SPARE = 0.03  # share of the memory that a layout leaves free
+SPARE = 0.03  # share of the memory to keep free
 SMALLEST_SAVING = 0.002  # share of the plan's memory; an option that saves less is not suggested
-ADVISED_SHARE = 0.9  # share of the plan's memory that a layout may need when suggested after an out-of-memory error
+ADVISED_SHARE = 0.9  # share of the plan's memory for layouts suggested after an out-of-memory error
 # Options that the search sets; None: derived from the others.
 SEARCHED = (
     "batch_size",
@@ -60,7 +60,7 @@ SEARCHED = (
     "recompute_layers",
 )
 FOLLOWING = ("sequential_micro_batches", "num_weight_buffers", "num_grad_buffers")
-# A single group of hybrid shards, of all ranks.
+# A single group of hybrid shards with all ranks.
 WHOLE = {"data_parallel_shard": 0, "replica_dcn_axis_size": 1, "replica_ici_axis_size": 1}
 # Dimensions that only a wider search sets, in the order in which it widens them, and their options.
 WIDENED = OF_A_SAMPLE[::-1]
@@ -71,7 +71,7 @@ Changes = Options  # only those that change, with their new values
 
 
 class SearchTooLongError(Exception):
-    """The search has taken `SEARCH_S`."""
+    """Raised when the search has taken `SEARCH_S`."""
 
 
 class Layout(NamedTuple):
@@ -79,7 +79,7 @@ class Layout(NamedTuple):
 
     plan: Plan
     time: StepTime
-    changes: Changes  # from the options as asked
+    changes: Changes  # relative to the options as asked
 
     @property
     def config(self) -> Config:
@@ -108,12 +108,12 @@ class Search:
 
     @property
     def usable_bytes(self) -> int:
-        """The memory that a layout may need."""
+        """The memory available to a layout."""
         return int(self.device_bytes * (1 - SPARE))
 
     @functools.cached_property
     def layouts(self) -> list[Layout]:
-        """Layouts that fit, as far as found in time, the fastest first."""
+        """Layouts that fit, as far as found in time, fastest first."""
         found: list[Layout] = []
         if self.is_over or self.usable_bytes < self.least_bytes < math.inf:
             return found
@@ -128,7 +128,7 @@ class Search:
         return Layout(plan, predict_step(plan, self.speeds_of(config)), changes)
 
     def speeds_of(self, config: Config) -> Speeds:
-        """Return the speeds of the devices and of the links that a layout uses."""
+        """Return the speeds of a layout's devices and links."""
         options = config.distributed
         return (
             self.speeds
@@ -137,17 +137,15 @@ class Search:
         )
 
     def needed_bytes(self, changes: Changes) -> int | None:
-        """Return the memory that a rank needs with `changes`; None if they contradict other
-        options."""
+        """Return a rank's memory with `changes`; None if they contradict other options."""
         config = self.resolved(changes)
         return None if config is None else self._planner.plan(config).needed_bytes()
 
     @functools.cached_property
     def least_bytes(self) -> float:
-        """The memory that a rank needs with every memory-saving option; infinity if these
-        contradict others.
+        """A rank's memory with every memory-saving option; infinity if these contradict others.
 
-        Split master weights are left out if the run fits without.
+        Without split master weights if the run fits without them.
 
         Raises:
             SearchTooLongError: if the search runs out of time.
@@ -243,8 +241,8 @@ class Search:
 
     @property
     def divided(self) -> int:
-        """The samples to divide: the batch, or what divides each of a schedule; with padding, the
-        smallest of them."""
+        """The samples to divide: the batch, or a divisor of every batch in a schedule; with
+        padding, the smallest batch."""
         batch = self.asked.batch
         if not batch.batch_size_schedule:
             return self.batch_size
@@ -270,8 +268,8 @@ class Search:
         return Planner(self.world_size, self.device_type)
 
     def _wider_groups(self) -> Iterator[Search]:
-        """Yield this search, those with more tensor parallelism, then those with pipelines of such
-        groups, too."""
+        """Yield this search, then those with more tensor parallelism, then those with pipelines of
+        such groups."""
         yield self
         nearest = WIDENED[0]
         wide = {name: getattr(self._grid, name) for name in WIDE}
@@ -397,11 +395,11 @@ def fewest_changes(asked: Config, layout: Layout) -> Changes:
 
 
 def recommended(layouts: Sequence[Layout], asked: Config, usable_bytes: int) -> Layout:
-    """Return the layout that needs the least memory, of the fastest and those nearly as fast that
-    `usable_bytes` hold.
+    """Return the layout that needs the least memory among the fastest and nearly as fast that fit
+    `usable_bytes`.
 
-    `asked`, resolved, stays if it is one of them. layouts: the fastest first; if none fits, all of
-    them count.
+    Keeps `asked`, resolved, if it is one of them. layouts: fastest first; if none fits, all of them
+    count.
     """
     fitting = [
         layout for layout in layouts if layout.plan.needed_bytes() <= usable_bytes
@@ -425,8 +423,7 @@ def recommended(layouts: Sequence[Layout], asked: Config, usable_bytes: int) -> 
 
 
 def remedies(search: Search) -> list[Remedy]:
-    """Return single options that save memory, as far as found in time, the least costly in speed
-    first."""
+    """Return single options that save memory, as far as found in time, least slowdown first."""
     config, needed = search.resolved({}), search.needed_bytes({})
     if config is None or needed is None:
         return []
@@ -450,7 +447,7 @@ def remedies(search: Search) -> list[Remedy]:
 
 
 def less_memory(search: Search) -> str:
-    """Return flags to append to a command that ran out of memory, although its plan may fit; "" if
+    """Return flags to append to a command that ran out of memory although its plan may fit; "" if
     unknown."""
     if (needed := search.needed_bytes({})) is None:
         return ""

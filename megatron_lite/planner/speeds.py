@@ -1,4 +1,4 @@
-"""Kinds of work, and the speeds of a device and its links: from a data sheet, or from
+"""Kinds of work, and the speeds of a device and its links, from a data sheet or
 `scripts.benchmarks.machine`."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT, VERSION = "megatron_lite_machine_speeds", 2
 MAX_BYTES = 2**20
 PRODUCT_KINDS = ("forward", "input gradient", "weight gradient")
 EIGHT_BITS = (
-    "8 bits"  # a product of rounded factors, by units for 8 bits; only data sheets have its speed
+    "8 bits"  # products of rounded factors, on 8-bit units; only data sheets have their speed
 )
 AXES = ("tokens", "inputs", "outputs")
 ATTENTION_KINDS = ("fused forward", "fused backward", "math forward", "math backward")
@@ -57,7 +57,7 @@ class Attention(NamedTuple):
     """Attention of one block and micro-batch, in one direction."""
 
     kind: str  # "fused forward", "fused backward", "math forward" or "math backward"
-    heads: int  # of all samples
+    heads: int  # in all samples
     length: int  # positions
     channels: int
     window: int  # at most `length`
@@ -76,9 +76,9 @@ class Attention(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Passes of one kind over tensors."""
+    """Memory passes of one kind over tensors."""
 
-    kind: str  # name of an operation of torch, of a kernel, or of a part of the update
+    kind: str  # name of a torch operation, of a kernel, or of a part of the update
     num_bytes: float  # read and written
 
 
@@ -103,7 +103,7 @@ class Grid(NamedTuple):
 def _interpolated(
     table: Sequence[Any], axes: Sequence[Sequence[float]], sizes: Sequence[float]
 ) -> float:
-    """Interpolate between a table's corners around the sizes."""
+    """Return a table's value at the sizes, interpolated between the surrounding corners."""
     total = 0.0
     for corner in itertools.product(*map(_between, axes, sizes)):
         value: Any = functools.reduce(operator.getitem, (place for place, _ in corner), table)
@@ -127,7 +127,7 @@ class DtypeSpeeds(NamedTuple):
     products: Grid
     # by "fused forward" ...: (length, FLOP/s)
     attention_flops_per_s: dict[str, list[tuple[Positive, Positive]]]
-    # of passes over memory, by kind; "copy_" for kinds without a number
+    # for passes over memory, by kind; "copy_" for kinds without a number
     seconds_per_byte: dict[str, Positive]
 
 
@@ -141,9 +141,9 @@ class CollectiveSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of a device and its links, for a launch of `world_size` ranks."""
+    """The speeds of a device and its links, for a launch of `world_size` ranks."""
 
-    path: str  # of the file; "": a data sheet
+    path: str  # the file; "": a data sheet
     device: Name
     device_type: Annotated[str, Rule("cpu or cuda", lambda value: value in ("cpu", "cuda"))]
     world_size: PositiveCount
@@ -153,7 +153,7 @@ class Speeds:
     overlap: Share  # largest share of a collective that can overlap with computation
     block_s: Seconds  # time in which the host issues a block's two passes
     step_s: Seconds  # and everything else in a step
-    assumptions: list[str]  # of a prediction, a line each
+    assumptions: list[str]  # behind a prediction, one per line
 
     def __post_init__(self) -> None:
         """Look up every number once, so that incomplete tables are rejected here.
@@ -175,7 +175,8 @@ class Speeds:
 
     @property
     def waits_for_host(self) -> bool:
-        """On a GPU the host runs ahead; on a CPU its time adds to the computation's."""
+        """Whether the computation waits for the host: on a GPU the host runs ahead, on a CPU its
+        time adds up."""
         return self.device_type == "cuda"
 
     def item_s(self, item: Item, dtype: str) -> float:
@@ -198,7 +199,7 @@ class Speeds:
         return max(item.flops / rate, item.times * moved * copy_s)
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
-        """Return the time of collectives that send these bytes in all."""
+        """Return the time of collectives that send this many bytes in total."""
         speed = self.collectives.get(kind) or next(iter(self.collectives.values()))
         return collectives * speed.latency_s + wire_bytes / speed.bytes_per_s
 

@@ -1,4 +1,4 @@
-"""The costs of a stage, from running its own passes on tensors without memory."""
+"""Measure a stage's costs by running its own passes on tensors without memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of one pass of a micro-batch through a stage."""
+    """Costs of one micro-batch's pass through a stage."""
 
     peak: int = 0  # peak bytes above those live at its start
     change: int = 0  # bytes live at its end minus those at its start
@@ -50,14 +50,14 @@ class StageCosts(NamedTuple):
     """Costs of a stage's passes, each for the first micro-batch and for one that accumulates
     gradients.
 
-    weights: the second part of a backward pass in two parts, of which `backward` is the first.
+    weights: the second part of a two-part backward pass; `backward` is the first.
     """
 
     forward: tuple[Cost, ...]
     backward: tuple[Cost, ...]
     weights: tuple[Cost, ...]
     saved: tuple[Saved, ...]  # by layer
-    cast_bytes: int  # of 8-bit copies of the weights
+    cast_bytes: int  # of 8-bit weight copies
 
     @property
     def passes(self) -> tuple[tuple[Cost, ...], ...]:
@@ -65,7 +65,7 @@ class StageCosts(NamedTuple):
         return self.forward, self.backward, self.weights
 
     def of(self, kind: Kind) -> tuple[Cost, ...]:
-        """Return the costs of a pass."""
+        """Return a pass's costs."""
         return (
             self.forward
             if kind == "forward"
@@ -93,16 +93,17 @@ class StageMeter:
         """Run two micro-batches, one after the other.
 
         Args:
-            stream: shaped as the stage's input; None: the first stage.
-            keeps_input: the previous stage holds this input, its output, until its own backward
-            pass. in_parts: run a backward pass in two parts.
+            stream: shaped like the stage's input; None: the first stage.
+            keeps_input: the previous stage keeps this input, its output, until its own backward
+                pass.
+            in_parts: run backward passes in two parts.
         """
         both, layers = [], list[Saved]()
         for is_first in (True, False):
             with self._on_device() as meter:
                 saved = _Saved(meter)
                 self._prepare(stage, is_first)
-                # to which a stage may add
+                # a stage may add to it
                 batch = dataclasses.replace(micro_batch, shared={**micro_batch.shared})
                 hidden = None if stream is None else torch.empty_like(stream)
                 kept = hidden if keeps_input else None
@@ -146,7 +147,7 @@ class StageMeter:
             return _without_casts(stage, self._end(meter))[0], output
 
     def orthogonalization(self, rows: int, columns: int) -> Cost:
-        """Run one step of orthogonalizing a matrix."""
+        """Run one orthogonalization step of a matrix."""
         with self._on_device() as meter:
             matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
             self._begin(meter)
@@ -202,10 +203,10 @@ class StageMeter:
 
 
 def _without_casts(stage: Stage, cost: Cost) -> tuple[Cost, int]:
-    """Return the cost of a first forward pass without the 8-bit weights that it makes, and their
+    """Return a first forward pass's cost without the 8-bit weights that it creates, and their
     bytes.
 
-    They stay until the next gather, as the weights in the buffer do.
+    They are kept until the next gather, like the weights in the buffer.
     """
     cast_bytes = sum(tensor.nbytes for tensor in tensors_in(stage.weights.casts.values()))
     return dataclasses.replace(
@@ -223,7 +224,7 @@ class _Saved(Observer):
         self._counted = set[int]()
 
     def saves(self, tensor: Tensor) -> Tensor:
-        """Count a saved tensor, unless it existed before, as weights and tokens did."""
+        """Count a saved tensor, unless it existed before, like weights and tokens."""
         storage = tensor.untyped_storage()
         if self._meter.has_made(storage) and storage._cdata not in self._counted:
             self._counted.add(storage._cdata)

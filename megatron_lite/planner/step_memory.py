@@ -1,4 +1,4 @@
-"""The memory of a step: the costs of its stages, summed along the engine's own schedule.
+"""Compute a step's memory: the costs of its stages, summed along the engine's own schedule.
 
 A search looks at thousands of configurations, so equal stages are measured once: those whose layers
 compute and recompute the same, with the same micro-batch size. Depth-first micro-batches after the
@@ -33,14 +33,14 @@ from megatron_lite.zero.simulation import LOANS
 from megatron_lite.zero.stage import Stage
 
 Measured = dict[Any, Any]  # costs, keyed by what they depend on
-Size = tuple[int, int]  # of an iteration: depth-first and breadth-first micro-batches
+Size = tuple[int, int]  # per iteration: depth-first and breadth-first micro-batches
 
 
 class Partition:
     """A rank's model for plans, shared by configurations that differ only in their steps.
 
-    whole: a model with all stages, which are measured, and the traffic of its groups; without a
-    pipeline, `model`. measured: costs of equal stages; models that compute the same may share it.
+    whole: a model with all stages, which are measured, and its groups' traffic; without a pipeline,
+    `model`. measured: costs of equal stages; models that compute the same may share it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Partition:
         self._alike = [[_alike(layer) for layer in stage.layers] for stage in whole.stages]
 
     def training(self, config: Config, level: str) -> list[StageCosts]:
-        """Return the costs of each stage in training, on the pipeline rank that has it.
+        """Return each stage's training costs, on its pipeline rank.
 
         level: one recompute level for all MLPs, or levels by block.
         """
@@ -103,7 +103,7 @@ class Partition:
                     recomputation.append((levels[blocks], blocks < whole))
                     layer.recompute(*recomputation[-1])
                     blocks += 1
-            # of its rank, but for an embedding
+            # on its rank, apart from an embedding
             is_first = rank_of[stage.index] not in rank_of[1 : stage.index]
             makes_angles = stage.index > 0 and is_first and micro_batch.positions is not None
             before = self.whole.stages[stage.index - 1] if stage.index > 0 else None
@@ -133,7 +133,7 @@ class Partition:
         return costs
 
     def evaluation(self, config: Config) -> list[StageCosts]:
-        """Return the costs of each stage in an evaluation."""
+        """Return each stage's costs in an evaluation."""
         micro_batch, costs = planned_micro_batch(config, evaluates=True), []
         for stage, alike in zip(self.whole.stages, self._alike, strict=True):
             key = ("evaluation", len(micro_batch.tokens), *alike)
@@ -166,7 +166,7 @@ class Partition:
         """Return two smaller iterations, and how many times their difference is to be added to the
         first.
 
-        Micro-batches repeat the passes of those before them, once a pipeline is full.
+        Micro-batches repeat their predecessors' passes once a pipeline is full.
         """
         batch, ranks = config.batch, self.model.ranks.world_size
         depth, breadth = batch.depth_first_micro_batches, batch.breadth_first_micro_batches
@@ -191,7 +191,7 @@ class Partition:
         return self._orders[key]
 
     def steps(self, config: Config, level: str, size: Size) -> list[Step]:
-        """Return this rank's steps of an iteration."""
+        """Return this rank's steps in an iteration."""
         (depth, breadth), order = size, self.order(config, level)
         key = depth, breadth, tuple(order.durations)
         if key not in self._steps:
@@ -208,8 +208,8 @@ class Partition:
         return 0 if stream is None else stream.nbytes
 
     def _stream(self, stage: Stage, micro_batch: MicroBatch) -> Tensor | None:
-        """Return a tensor shaped as a stage's input, after the first block has made what all blocks
-        share."""
+        """Return a tensor shaped like a stage's input, after the first block has created what all
+        blocks share."""
         samples = len(micro_batch.tokens)
         if samples not in self._streams or (
             micro_batch.positions is not None and not micro_batch.shared
@@ -222,7 +222,7 @@ class Partition:
 
 
 def _alike(layer: Any) -> tuple[Any, ...]:
-    """Return a key that equal layers share, except for what they recompute."""
+    """Return a key that equal layers share, apart from recomputation."""
     parameters = (
         (name, parameter.shape, parameter.requires_grad)
         for name, parameter in layer.named_parameters()
@@ -264,8 +264,7 @@ def activation_memory(config: Config, partition: Partition, level: str) -> Activ
     few, more, periods = partition.periods(config)
     held, needed = _walk(config, partition, partition.steps(config, level, few), costs)
     if partition.model.order.ties and partition.model.ranks.world_size > 1 and periods:
-        # A tied embedding keeps outputs and their gradients of all micro-batches for its backward
-        # passes.
+        # A tied embedding keeps all micro-batches' outputs and gradients for its backward passes.
         grown = (
             max(_walk(config, partition, partition.steps(config, level, more), costs)[1])[0]
             - max(needed)[0]
@@ -300,7 +299,7 @@ def _walk(
     costs: Sequence[StageCosts],
     evaluates: bool = False,
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Return the most bytes held after a forward step, and each step's peak with its name."""
+    """Return the most bytes stored after a forward step, and each step's peak with its name."""
     plans = {plan.stage: plan for plan in partition.model.memory.plans}
     names = [_name(stage) for stage in partition.whole.stages]
     holders: dict[int | None, int] = {}  # stage by gradient buffer
@@ -323,7 +322,7 @@ def _walk(
         )
         live += cost.change
         held = max(held, live) if step.kind == "forward" else held
-        # A result on its way stays although its stage has let go of it.
+        # A result in flight remains even after its stage has released it.
         holder = (step.stage, step.micro_batch)
         if step.kind in ("backward", "input") and holder in sent:
             sent[sent.index(holder)] = None

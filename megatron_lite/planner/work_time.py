@@ -1,5 +1,4 @@
-"""The time of a training step, predicted from the work of a rank, its traffic, and the speeds of a
-machine."""
+"""Predict a training step's time from a rank's work, its traffic, and a machine's speeds."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class StepTime(NamedTuple):
 
 
 def micro_batch_work(plan: Plan) -> Counter[Item]:
-    """Return the work of a micro-batch, forward and backward, on the planned rank."""
+    """Return a micro-batch's work, forward and backward, on the planned rank."""
     return Counter(itertools.chain.from_iterable(cost.work.elements() for cost in plan.costs))
 
 
@@ -72,7 +71,7 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
     for times, items in ((micro_batches, micro_batch_work(plan)), (1, Counter(update_work(plan)))):
         for item, count in items.items():
             parts[PARTS[type(item)]] += times * count * speeds.item_s(item, dtype)
-    # one recomputed is a third more
+    # recomputing one costs a third more
     blocks = config.model.num_layers + config.performance.recompute_layers // 3
     host = micro_batches * blocks / plan.model.ranks.world_size * speeds.block_s + speeds.step_s
     busy = sum(parts.values())
@@ -94,7 +93,7 @@ def predict_step(plan: Plan, speeds: Speeds) -> StepTime:
 
 
 def _bubble_s(plan: Plan, speeds: Speeds) -> float:
-    """Return the time in which the planned rank waits for other pipeline ranks and messages."""
+    """Return the time that the planned rank waits for other pipeline ranks and messages."""
     config = plan.config
     partition = plan.partition
     model = plan.model
@@ -110,7 +109,7 @@ def _bubble_s(plan: Plan, speeds: Speeds) -> float:
             end - start for start, end in timeline.spans[model.ranks.rank]
         )
 
-    # A few micro-batches more may wait less, where a list of passes has no period.
+    # A few micro-batches more may wait less, if a list of passes has no period.
     return max(0.0, waits(few) + (periods * (waits(more) - waits(few)) if periods else 0.0))
 
 
