@@ -1,1 +1,1 @@
-"""From the words of a command line to a configuration. Imports no torch."""
+"""Turn a command line into a configuration. Imports no torch."""

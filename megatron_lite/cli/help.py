@@ -1,4 +1,4 @@
-"""The text of `--help` and `--help_all`, and the full and the short start-up banner."""
+"""Write the text of `--help` and `--help_all`, and the full and the short start-up banner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 a peer died or 
 
 
 def help_text(everything: bool) -> str:
-    """Return the text of `--help`, or of `--help_all`: all options with bounds and aliases, and all
+    """Return the text of `--help` or `--help_all`: all options with bounds and aliases, and all
     foreign flags."""
     lines = [INTRODUCTION]
     for area, owner in AREAS.items():
@@ -65,7 +65,7 @@ def help_text(everything: bool) -> str:
 
 
 def value_words(flag: Flag) -> str:
-    """Return the placeholder of a flag's value: `0|1`, the choices, or the kind of value."""
+    """Return the placeholder for a flag's value: `0|1`, the choices, or the kind of value."""
     if flag.kind == "bool":
         return "0|1"
     if flag.choices:
@@ -97,8 +97,8 @@ def _help_lines(flag: Flag, everything: bool) -> Iterator[str]:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    """Return the lines of one entry; if the left text overflows its column, the right text starts
-    on a new line."""
+    """Return one entry's lines; if the left text overflows its column, the right text starts on a
+    new line."""
     start, indent = f"  {left} ".ljust(NAME_WIDTH), " " * NAME_WIDTH
     own_line = (
         textwrap.wrap(start, WIDTH, subsequent_indent="  ") if len(start) > NAME_WIDTH else []
@@ -114,7 +114,7 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
     those set by the user.
 
     config: resolved. The first list is dotted, and `*` marks options that differ from their
-    default, which may be derived; the second has those alone, as typed.
+    default, which may be derived; the second lists only these, as typed.
     """
     usual = defaults(config)
     every = list[str]()
@@ -142,7 +142,7 @@ def banners(config: Config, derived: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _wrapped(words: Iterable[str]) -> list[str]:
-    """Return indented lines of at most WIDTH columns, or of one longer word."""
+    """Return indented lines of at most WIDTH columns, except for longer words."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 1 + len(word) <= WIDTH:

@@ -1,4 +1,4 @@
-"""Model options from a preset or from pretrained weights instead of flags.
+"""Set model options from a preset or from pretrained weights instead of flags.
 
 With pretrained weights, two flags decide whether the checkpoint or the command line sets the
 options:
@@ -41,7 +41,7 @@ from megatron_lite.validation.rules import Note
 
 # Options that only affect initial weights.
 INITIAL = frozenset(name for name in FREE if "init" in name)
-# Option -> options that depend on its value: if a flag changes it, their values from the model are
+# Option -> options that depend on its value: if a flag changes it, the model's values for these are
 # dropped.
 FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -61,12 +61,12 @@ class Stated(NamedTuple):
 
     where: str  # path of the checkpoint
     values: Options  # model options by name
-    model_type: str | None  # Hugging Face's name of the architecture, if it has one
+    model_type: str | None  # Hugging Face's name for the architecture, if any
 
 
 def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
-    """Return the given options plus those of the preset or the pretrained checkpoint, and notes on
-    their source.
+    """Return the given options plus the preset's or the pretrained checkpoint's, and notes on their
+    source.
 
     Raises:
         CheckpointError: if the checkpoint cannot be used, or contradicts the given options.
@@ -108,8 +108,7 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
 
 
 def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
-    """Return the given options plus those of their --model preset, and a note that lists the
-    preset."""
+    """Return the given options plus their --model preset's, and a note that lists the preset."""
     name = given.get("model")
     if name is None:
         return dict(given), ()
@@ -123,10 +122,10 @@ def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
 
 
 def _brought_along(values: Options, typed: Options) -> Options:
-    """Return a model's options without those that depend on a typed option with another value.
+    """Return a model's options except those that depend on a typed option with another value.
 
-    The length that typed rotary positions stretch is the model's own, not a longer one that is
-    typed beside them.
+    The length that typed rotary positions stretch is the model's own, even if a longer one is
+    typed, too.
     """
     changed = {first for first in FOLLOW if first in typed and typed[first] != values.get(first)}
     dropped = {name for first in changed for name in FOLLOW[first]}
@@ -146,14 +145,15 @@ def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | 
     use = given.get("use_pretrained_config", True)
     ignore = given.get("ignore_pretrained_config", False)
     own = _own_values(given)
-    if not use and (ignore or own is not None):  # resuming compares with what was saved
+    if not use and (ignore or own is not None):  # resuming compares with the saved values
         return given, None
     kind = given.get("pretrained_checkpoint_type")
     weights = given.get("load_parts") != ("architecture",)
     found = own or _stated(folder, kind, weights)
     where, values, _ = found
     theirs = vars(model_folder.resolved_model(values, where))
-    # A model without this value does not say how norm weights are stored, so the flag may choose.
+    # A model without this value does not specify how norm weights are stored, so the flag may
+    # choose.
     free = FREE | ({"zero_centered_normalization"} - values.keys())
     if given.get("resize_vocabulary"):
         free |= {"vocab_size"}
@@ -176,8 +176,7 @@ def _with_export_type(values: Options, model_type: str | None) -> Options:
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
-    """Return the model of the pretrained checkpoint. weights: whether its weights are needed
-    too."""
+    """Return the pretrained checkpoint's model. weights: whether its weights are needed, too."""
     try:
         if model_folder.source_folders(folder, kind) == [("huggingface", folder)]:
             if weights:
@@ -211,8 +210,8 @@ def _own_values(given: Options) -> Stated | None:
 
 
 def _with_own_positions(given: Options) -> Options:
-    """Add the number of learned positions in the run's newest checkpoint: by default, older
-    versions had 2,048."""
+    """Add the number of learned positions in the run's newest checkpoint: older versions defaulted
+    to 2,048."""
     is_learned = given.get("use_position_embeddings", not given.get("use_rotary_embeddings", False))
     if not is_learned or "max_position_embeddings" in given or (own := _own_values(given)) is None:
         return given

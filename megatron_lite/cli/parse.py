@@ -64,7 +64,7 @@ class Arguments:
     config: Config
     given: JsonObject  # typed options, by name
     notes: tuple[Note, ...]  # warnings, and the sources of other options
-    # Variables of --export_callback_env, perhaps secret: stored in no other object, and never
+    # Variables of --export_callback_env, possibly secret: stored in no other object, and never
     # printed.
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -78,7 +78,7 @@ class HelpRequested(Exception):  # noqa: N818 (not an error)
 
 
 class Word(NamedTuple):
-    """One shell word and the @file that holds it, if any."""
+    """One shell word and the @file that contains it, if any."""
 
     text: str
     file: str | None = None
@@ -245,7 +245,7 @@ class _Parser:
             self._take_option(item, SPELLINGS[item.name])
         elif row := refused_row(
             item.name
-        ):  # accepted if the value describes what this program does anyway
+        ):  # accepted if the value describes this program's behaviour anyway
             values = item.values or (["1"] if row.switch else [])
             if not values or not accepts(row, " ".join(values)):
                 typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling
@@ -281,7 +281,7 @@ class _Parser:
                 )
                 self.notes.append(Note(said, is_warning=True))
             self.given[flag.name] = value
-            if item.name == "save_interval":  # of two programs
+            if item.name == "save_interval":  # two programs use it
                 said = f"--save_interval={value} counts iterations, as Megatron-LM does; Levanter's minutes are"
                 self.notes.append(Note(f"{said} --checkpoint_minutes={value}"))
         stray = item.words[1 if item.inline is None else 0 :]
@@ -294,7 +294,7 @@ class _Parser:
             self._stray(stray, f"{item.spelling}={shown(values[0])}")
 
     def _value(self, item: Item, flag: Flag, values: list[str]) -> Any:
-        """Return the value of `flag`.
+        """Return the value for `flag`.
 
         Raises:
             BadValueError: if the value is missing or illegal.
@@ -334,7 +334,7 @@ def read_words(path: str) -> list[str]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text, is too large, or leaves a quote open.
+        ValueError: if the file is not text, is too large, or has an open quote.
     """
     with open(path, "rb") as file:
         data = file.read(LARGEST_FILE_BYTES + 1)
@@ -353,7 +353,7 @@ def read_words(path: str) -> list[str]:
 
 
 def _remedy(flag: Flag, error: BadValueError) -> str:
-    """Return the end of the message for a bad value: the flag with a legal value."""
+    """Return the end of the message about a bad value: the flag with a legal value."""
     if "--" in error.rule:
         return ""
     texts = [*flag.choices[:1], written(flag.default) if flag.default is not None else ""]

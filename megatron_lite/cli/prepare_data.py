@@ -53,7 +53,7 @@ Exit codes: 0 done, 2 usage, 3 data, 6 a worker died, 7 memory, 8 storage.
 def read_options(options: argparse.Namespace) -> CorpusOptions:
     """Check the parsed command line and convert it to `CorpusOptions`.
 
-    Raises: UsageError if a value makes no sense.
+    Raises: UsageError if a value is invalid.
     """
     suffixes = tuple(
         part if part.startswith(".") else "." + part for part in options.suffix.split(",") if part

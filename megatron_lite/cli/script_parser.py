@@ -1,4 +1,4 @@
-"""Parser for the scripts' flags: accepts both spellings of a flag and suggests flags for an unknown
+"""Parse the scripts' flags: accept both spellings of a flag and suggest flags for an unknown
 one."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_lite.errors import UsageError, check_addresses
 
 LARGEST_COUNT = 2**31 - 1
 MAY_BE_REMOTE = ("prompt", "stop", "inputs", "data_path", "loss_mask")  # no files, or copied ones
-# What other programs call our flags, where the names are not similar.
+# Other programs' names for our flags, where the names are not similar.
 ELSEWHERE = """\
 model           checkpoint checkpoint_path ckpt hf_path load out_dir pretrained
 from            checkpoint input load model source
@@ -34,8 +34,7 @@ class ScriptParser(argparse.ArgumentParser):
     suggests flags."""
 
     def __init__(self, about: str | None = None, **options: Any) -> None:
-        """about: the docstring of a command, of which the help shows the first line and the exit
-        codes."""
+        """about: a command's docstring; the help shows its first line and the exit codes."""
         if about:
             summary, _, more = about.partition("\n")
             _, title, codes = more.rpartition("Exit codes:")
@@ -45,8 +44,7 @@ class ScriptParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the words of a command line; exit with code 2 and a line for each flag that does
-        not exist."""
+        """Parse a command line's words; exit with code 2 and a line for each unknown flag."""
         words = list(sys.argv[1:] if args is None else args)
         if any("\0" in word for word in words):
             self.error("a word of the command line has a NUL character")
@@ -73,8 +71,8 @@ class ScriptParser(argparse.ArgumentParser):
         self.exit(2, f"ERROR: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str, unknown: list[str]) -> str:
-        """Return a flag with underscores, as argparse expects it, and anything else unchanged; note
-        an unknown one."""
+        """Return a flag with underscores, as argparse expects it, and anything else unchanged;
+        record an unknown one."""
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or " " in flag:
             return word

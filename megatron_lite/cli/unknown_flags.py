@@ -1,8 +1,7 @@
-"""Answers to unknown flags: what to write instead of another program's flag, or the likely
-spelling.
+"""Answer unknown flags: what to write instead of another program's flag, or the likely spelling.
 
 The rows of other programs are in `config/other_programs.txt`, read at the first call;
-`scripts/docs/flags.py` makes the tables of docs/from_levanter.md and docs/from_fast_llm.md from
+`scripts/docs/flags.py` generates the tables in docs/from_levanter.md and docs/from_fast_llm.md from
 them. A flag without a row is the same flag here, perhaps as an alias. Answers name only flags that
 exist here.
 """
@@ -32,12 +31,12 @@ from megatron_lite.config.values import (
 ANY_END = "*"  # at the end of a name: any name with this prefix
 LONGEST_NAME = 60  # characters; a longer word is not meant as a flag
 HELP = ("help", "help_all", "version")
-_NOTHING = ("none", "null", "false", "[]", "{}", "-1")  # ways to say that an option is not wanted
+_NOTHING = ("none", "null", "false", "[]", "{}", "-1")  # values that mean an option is not wanted
 
 
 @functools.cache
 def by_name(*programs: str) -> Mapping[str, list[tuple[str, Row]]]:
-    """Return the rows of each name as (case, row), for the given programs or all; the case of a
+    """Return the rows for each name as (case, row), for the given programs or all; the case of a
     single row is ""."""
     found: dict[str, list[tuple[str, Row]]] = {}
     rows = table().programs
@@ -57,8 +56,7 @@ def refused() -> Mapping[str, Row]:
 
 
 def refused_row(name: str) -> Row | None:
-    """Return the row of `refused` for a name, which may be dotted: the longest known suffix
-    counts."""
+    """Return the row in `refused` for a name, possibly dotted: the longest known suffix counts."""
     return refused().get(
         next((end for end in suffixes(name) if end in by_name() or end in SPELLINGS), "")
     )
@@ -66,7 +64,7 @@ def refused_row(name: str) -> Row | None:
 
 @functools.cache
 def instead() -> Mapping[str, str]:
-    """Return the answers to flags that do not exist here; `moe_*` stands for all names with that
+    """Return the answers to flags that do not exist here; `moe_*` covers all names with that
     prefix."""
     known = {*SPELLINGS, *refused()}
     return MappingProxyType(
@@ -138,8 +136,7 @@ def _answer(cases: list[tuple[str, Row]], value: str | None = None, leaf: str = 
 
 
 def _answer_to(row: Row, value: str | None, leaf: str = "") -> str:
-    """Return the answer to a flag, with the typed value, which replaces `leaf`, its name: <4 *
-    hidden_size>."""
+    """Return the answer to a flag; the typed value replaces `leaf`, its name: <4 * hidden_size>."""
     here, flag = row.here, SPELLINGS.get(row.here.removeprefix("--"))
     if value:
         text = value.lower() in _NOTHING and flag is not None and (flag.is_list or flag.is_text)
@@ -229,8 +226,8 @@ def answer_of_any(spelling: str, value: str | None) -> str | None:
 
 
 def plain_name(spelling: str) -> str:
-    """Return a flag in our spelling: `-Max-Iters` is max_iters, and `keep.0.every`, of an item, is
-    keep.every."""
+    """Return a flag in our spelling: `-Max-Iters` is max_iters, and `keep.0.every`, from an item,
+    is keep.every."""
     return re.sub(r"\.[0-9]+(?=\.)", "", spelling.lstrip(DASHES).replace("-", "_").lower())
 
 
@@ -240,7 +237,7 @@ def _with_a_flag(answer: str) -> str:
 
 
 def nearest_flags(name: str) -> list[str]:
-    """Return up to three names that may be meant by `name`, likeliest first.
+    """Return up to three names that `name` may mean, likeliest first.
 
     First names at one edit (ours before other programs', common before rare), then our names that
     begin with `name` or contain all its words, then similar names.

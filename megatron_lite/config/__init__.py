@@ -3,7 +3,7 @@
 `cli` turns these dataclasses into flat `--flags`, docs/flags.md is generated from them, and the
 rest of the program receives a read-only `Config`. `None` means "derived": `validation.resolve`
 fills in a `Draft`. This room imports no torch, so that `--help` answers fast. `other_programs.txt`
-lists the names and values of these options elsewhere.
+lists these options' names and values in other programs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Config:
 AREAS: dict[str, type[Area]] = {
     field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)
 }
-# A start unflattens a configuration and asks what was changed a hundred times.
+# A start unflattens a configuration and checks for changes a hundred times.
 _NAMES = {area: [field.name for field in dataclasses.fields(kind)] for area, kind in AREAS.items()}
 _DEFAULTS = {name: getattr(AREAS[area], name) for area, names in _NAMES.items() for name in names}
 
@@ -71,8 +71,8 @@ class Draft(
     TrackingConfig,
     ProfilingConfig,
 ):
-    """All options of one run in one writable object, as `draft.<name>`, for validation to check and
-    complete."""
+    """All options of one run in one writable object, as `draft.<name>`, which validation checks and
+    completes."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -92,7 +92,7 @@ def flatten(config: Config) -> Options:
 
 
 def unflatten(values: Options) -> Config:
-    """Make a configuration from flat {name: value}; missing names take their defaults.
+    """Return a configuration from flat {name: value}; missing names get their defaults.
 
     Raises:
         KeyError: if a name is not an option.

@@ -52,7 +52,7 @@ ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
 
 
 def _read_by(*types: str) -> tuple[Rule]:
-    """Return the rule that --rope_type is one of the types that use an option."""
+    """Return the rule that --rope_type must be one of the types that use an option."""
     return (Rule(f"rope_type={'|'.join(types)}", "this type does not use it"),)
 
 
@@ -258,8 +258,8 @@ class ModelConfig(Area):
         return int(self.kv_channels * self.rotary_percent)
 
     def vocabulary_rows(self, ranks: int) -> int:
-        """Rows of embedding and head per tensor-parallel rank: the vocabulary, padded with
-        zeros."""
+        """Return the rows of embedding and head per tensor-parallel rank: the vocabulary, padded
+        with zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // (unit * ranks)) * unit
 
@@ -346,17 +346,17 @@ class PerformanceConfig(Area):
 
     @property
     def eight_bit(self) -> str:
-        """The format of rounded factors; empty without them."""
+        """The format of rounded factors; empty without any."""
         return "int8" if self.int8 else self.fp8 if self.fp8 != "none" else ""
 
     def mlp_levels(self, num_layers: int) -> tuple[str, ...]:
-        """Return the level of MLP recomputation of each block."""
+        """Return each block's level of MLP recomputation."""
         return by_block(self.mlp_recompute_level, num_layers)
 
 
 # Values that differ between blocks: `activation,full:8` is full in the first 8 blocks and
-# activation in the others. Parts with a number take that many blocks each, in order from the first;
-# the part without a number takes the rest, and comes first in the canonical form.
+# activation in the others. Parts with a number apply to that many blocks each, in order from the
+# first; the part without a number applies to the rest, and comes first in the canonical form.
 # `values.parse_by_block` checks such a text.
 
 
@@ -373,12 +373,12 @@ def join_block_parts(parts: list[tuple[str, str | None]]) -> str:
 
 
 def numbered_blocks(text: str) -> int:
-    """Return the number of blocks that the numbered parts take."""
+    """Return the number of blocks in the numbered parts."""
     return sum(int(number or 0) for _, number in block_parts(text))
 
 
 def by_block(text: str, blocks: int) -> tuple[str, ...]:
-    """Return the value of each block of a model."""
+    """Return each block's value."""
     parts = block_parts(text)
     (others,) = (value for value, number in parts if number is None)
     first = [value for value, number in parts for _ in range(int(number or 0))]

@@ -89,7 +89,7 @@ class RunConfig(Area):
 
 
 def _added(tracker: str, switch: str) -> tuple[Rule]:
-    """Return the rule that --trackers, if given, has the tracker that the option `switch` turns
+    """Return the rule that --trackers, if set, includes the tracker that the option `switch` turns
     on."""
     fix = f"add {tracker} to --trackers, or leave {switch} out"
     return (Rule(f"trackers={tracker}", f"{switch} turns {tracker} on", fix=fix),)
@@ -183,7 +183,7 @@ class TrackingConfig(Area):
 
 
 def default_trackers(options: object) -> tuple[str, ...]:
-    """Return the trackers that other options ask for."""
+    """Return the trackers that other options request."""
     needs = {
         "jsonl": "experiment_dir",
         "wandb": "wandb_entity_name",

@@ -1,4 +1,4 @@
-"""How the areas of `config/` declare their options. Imports no torch."""
+"""Declare options in the areas of `config/`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 Auto = Literal["auto"]  # instead of a number: the program chooses once it knows the device
-All = Literal["all"]  # instead of a number: everything there is
+All = Literal["all"]  # instead of a number: everything
 Share = str  # instead of a number: a share of the whole, from 0.0 to 1.0, as text, so that 1.0 differs from 1
 
 # Bounded numbers: plain int and float to mypy; the parser and `validation` enforce the bounds.
@@ -47,25 +47,25 @@ class Rule(NamedTuple):
     condition: str
     why: str  # reason, for the message
     when: str = ""  # apply the rule only if this condition holds
-    fix: str = ""  # end of the message; default: meet the condition or leave an option out
+    fix: str = ""  # end of the message; default: meet the condition or omit an option
 
 
 @dataclass(frozen=True)
 class Flag:
-    """An option and its flag; `values.FLAGS` adds what the dataclass field holds: name, type,
-    bounds, default."""
+    """An option and its flag; `values.FLAGS` adds the dataclass field's facts: name, type, bounds,
+    default."""
 
     help: str
     name: str = ""
     kind: str = ""  # int, float, bool or str; of a list, that of its items
     is_list: bool = False
     default: Any = None
-    optional: bool = False  # takes `none`
+    optional: bool = False  # accepts `none`
     area: str = ""
     words: tuple[
         str, ...
-    ] = ()  # accepted in place of a number: auto, all; none if it is not the default
-    takes_share: bool = False  # in place of a number: 0.1, or 10%
+    ] = ()  # accepted instead of a number: auto, all; none if it is not the default
+    takes_share: bool = False  # instead of a number: 0.1, or 10%
     minimum: float | None = None  # inclusive
     above: float | None = None  # exclusive lower bound
     maximum: float | None = None  # inclusive
@@ -86,7 +86,7 @@ class Flag:
     excludes: tuple[Rule, ...] = ()  # conditions that must not hold
     never_empty: bool = False  # refuse an empty text instead of using the default
     may_differ: bool = (
-        False  # from rank to rank; any other difference between ranks is refused at the start
+        False  # between ranks; any other difference between ranks is refused at the start
     )
     secret: bool = False  # JSON object of environment variables; the option holds only their names
 
@@ -106,8 +106,8 @@ def option(default: Any, help: str, aliases: str = "", **details: Any) -> Any:
 def optional(help: str, unset: str, **details: Any) -> Any:
     """Declare an option that defaults to None; `unset` says what None means.
 
-    If `validation.resolve` derives the option, only a `Draft` holds None, and the type is that of
-    the resolved value.
+    If `validation.resolve` derives the option, only a `Draft` may contain None, and the type is the
+    resolved value's.
     """
     return option(None, help, unset=unset, **details)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 VALUES = "values"  # section of refused values of our own flags
-TEXTS = "texts"  # section of texts that several rows share
+TEXTS = "texts"  # section of texts shared by several rows
 _ROW = re.compile(
     r"(?P<names>[^=>|]+?)(?: = (?P<only>[^>|]+?)(?P<switch> \(switch\))?)?(?: -> (?P<here>.+?))?(?: \| (?P<remark>.+))?"
 )
@@ -34,7 +34,7 @@ class Row(NamedTuple):
         ""  # what to write instead; empty if nothing, or if the flag exists here under this name
     )
     remark: str = ""  # the reason if there is nothing to write
-    only: tuple[str, ...] = ()  # accepted values, which describe what this program does anyway
+    only: tuple[str, ...] = ()  # accepted values, which describe this program's behaviour anyway
     switch: bool = False  # takes 0 and 1; bare means 1
 
 
@@ -66,7 +66,7 @@ def read_table(text: str) -> Table:
     section = ""
     for line in re.sub(
         r"\n +", " ", text
-    ).splitlines():  # an indented line continues the one before
+    ).splitlines():  # an indented line continues the previous one
         try:
             if not line or line.startswith("#"):
                 continue
@@ -114,7 +114,7 @@ def refused_value(name: str, text: str) -> str | None:
 
 
 def _filled(text: str, texts: Mapping[str, str]) -> str:
-    """Replace each {word} by its text."""
+    """Replace each {word} with its text."""
     for word in re.findall(r"\{(\w+)\}", text):
         if word not in texts:
             raise ValueError(f"[{TEXTS}] has no {word}")

@@ -1,8 +1,8 @@
-"""Options of what a run starts from and what it saves: presets, pretrained weights, checkpoints.
+"""Options for a run's start and saves: presets, pretrained weights, checkpoints.
 
 `--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing
 the publisher's config.json gives the same values, including dropouts and the initial standard
-deviation. Presets leave out derived and default values.
+deviation. Presets omit derived and default values.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def weighted_paths(data_path: Sequence[str], flag: str = "data_path") -> list[tuple[float, str]]:
-    """Return the data sets of `data_path`, the words of `flag`, with weights that sum to 1; without
-    any all are equal.
+    """Return the data sets in `data_path`, the words of `flag`, with weights that sum to 1; by
+    default equal.
 
     A run adds weights, see `corpus.from_text`.
 
-    Every prefix has a weight before it (`0.3 a 0.7 b`), or none does. A prefix that looks like a
-    number needs its folder (`./7`).
+    Every prefix follows a weight (`0.3 a 0.7 b`), or none does. A prefix that looks like a number
+    needs its folder (`./7`).
 
     Raises:
         UsageError: if weights and prefixes do not alternate, or a weight is not a positive finite
@@ -71,8 +71,8 @@ def weighted_paths(data_path: Sequence[str], flag: str = "data_path") -> list[tu
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return for each of these distinct paths its shortest suffix, in whole parts, that no other
-    path has."""
+    """Return each of these distinct paths' shortest suffix, in whole parts, that no other path
+    has."""
     ends = {}
     for path in paths:
         parts = [part for part in path.split("/") if part] or [path]
@@ -85,7 +85,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 class WeightStage(NamedTuple):
-    """Weights of the data sets of a blend, which sum to 1, once `start` iterations are done."""
+    """Weights of a blend's data sets, which sum to 1, once `start` iterations are done."""
 
     start: int
     weights: tuple[float, ...]
@@ -96,10 +96,10 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
     --data_weights_schedule.
 
     `1000:0.5/0.5 2000:0/1` changes the weights of two data sets once 1000 iterations are done, and
-    again after 2000. A change at 0 stands for the weights of `data_path`, which then has none.
+    again after 2000. A change at 0 sets the weights of `data_path`, which then has none.
 
     Raises:
-        UsageError: as `weighted_paths`; for an item that is not <iteration>:<weight>/<weight>...,
+        UsageError: like `weighted_paths`; for an item that is not <iteration>:<weight>/<weight>...,
             iterations out of order, or a weight that is not a finite number >= 0.
     """
     first = tuple(weight for weight, _ in weighted_paths(data_path))
@@ -206,7 +206,7 @@ def keep_rules(items: Sequence[str]) -> tuple[KeepRule, ...]:
 
 REGEX = "regex:"  # prefix of a regular expression in a list of modules
 _ONLY_IN_EXPRESSIONS = re.compile(r"^[.^]|[\\|()$+{}]")  # never in a name or a wildcard pattern
-_LEVANTER_NAMES = MappingProxyType(  # parts of names there -> here
+_LEVANTER_NAMES = MappingProxyType(  # Levanter's parts of names -> ours
     {
         "attn": r"attention\.",
         "token_embeddings": r"embedding\.word",
@@ -216,11 +216,11 @@ _LEVANTER_NAMES = MappingProxyType(  # parts of names there -> here
 
 
 def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
-    """Return the regular expression of an item of a list of modules, or None for a plain pattern.
+    """Return the regular expression in an item of a list of modules, or None for a plain pattern.
 
     Raises:
         UsageError: for an empty pattern, an invalid regular expression, one without prefix or with
-        Levanter's names.
+            Levanter's names.
     """
     text = pattern.removeprefix(REGEX)
     if not text:
@@ -240,7 +240,7 @@ def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
         raise UsageError(f"{typed}; write --{flag}='{REGEX}{text}'")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # such an expression may soon mean something else
+            warnings.simplefilter("error")  # such an expression may change its meaning soon
             return re.compile(text)
     except (re.error, Warning, RecursionError, OverflowError) as error:
         raise UsageError(
@@ -250,7 +250,7 @@ def module_expression(flag: str, pattern: str) -> re.Pattern[str] | None:
 
 
 def size_bytes(text: str, name: str = "export_shard_size") -> int:
-    """Return the bytes of a size such as 5GB, 500MB, 2GiB, 1.5GB or plain bytes. `name`: the flag,
+    """Return the bytes in a size such as 5GB, 500MB, 2GiB, 1.5GB or plain bytes. `name`: the flag,
     for messages.
 
     Raises:
@@ -276,8 +276,7 @@ def size_bytes(text: str, name: str = "export_shard_size") -> int:
 
 
 def storage_address(text: str, name: str) -> None:
-    """Check the address of a folder: a path, or scheme://bucket/path. `name`: the flag, for
-    messages.
+    """Check a folder's address: a path, or scheme://bucket/path. `name`: the flag, for messages.
 
     Raises:
         UsageError: for any other text.
@@ -319,11 +318,12 @@ def interconnect(text: str) -> Interconnect:
 
 
 def environment_values(text: str) -> dict[str, str]:
-    """Return the variables of a JSON object of strings, {"NAME": "value"}. Messages never show a
+    """Return the variables in a JSON object of strings, {"NAME": "value"}. Messages never show a
     value.
 
     Raises:
-        BadValueError: for any other text, or for names and values that an environment cannot hold.
+        BadValueError: for any other text, or for names and values that an environment cannot
+            contain.
     """
     example = """write a JSON object of strings, as in '{"NAME": "value"}'"""
     if text[:1] in set(QUOTES) - {'"'}:  # JSON itself may begin with "

@@ -72,7 +72,7 @@ throttled_option = idle_unless("throttle_cpu and device!=cpu")
 tensor_parallel_option = idle_unless("tensor_parallel!=1")
 pipeline_option = idle_unless("pipeline_parallel!=1")
 PIPELINE_SCHEDULES = ("breadth_first", "one_f_one_b", "interleaved", "zero_bubble_v")
-# there and back, with placement v; the others have as many as fit
+# there and back, with placement v; the others have as many loops as fit
 ONE_LOOP = ("one_f_one_b", "zero_bubble_v")
 
 
@@ -332,8 +332,8 @@ def shard_of_node(options: DistributedConfig, world_size: int, nodes: int) -> in
 
 
 def number_of_chunks(ranks: int, blocks: int, schedule: str, placement: str) -> int:
-    """Return the number of chunks of a pipeline (see `zero/pipeline.py`); 0 if it has too few
-    stages of blocks."""
+    """Return a pipeline's number of chunks (see `zero/pipeline.py`); 0 if it has too few stages of
+    blocks."""
     if ranks == 1:
         return 1
     unit = ranks * (2 if placement == "v" else 1)

@@ -45,7 +45,7 @@ LISTED = Rule(
 validation_option = idle_unless("validation_iters")
 
 
-# Phase -> the option of its batches, in the order of --split.
+# Phase -> the option for its batches, in the order of --split.
 ITERATIONS = MappingProxyType(
     {"training": "train_iters", "validation": "validation_iters", "test": "test_iters"}
 )
@@ -261,14 +261,13 @@ class DataConfig(Area):
     )
 
     def path_flag(self, phase: str) -> str:
-        """Return the option that names the data of a phase: its own if that is given, else
-        data_path."""
+        """Return the option that names a phase's data: its own if set, else data_path."""
         own = OWN_DATA.get(phase, "data_path")
         return own if getattr(self, own) else "data_path"
 
     @property
     def needs_borders(self) -> bool:
-        """Whether the run has to know where documents begin."""
+        """Whether the run needs to know where documents begin."""
         within = (
             self.reset_position_ids
             or self.mask_document_starts

@@ -1,4 +1,4 @@
-"""The flags, one for every option of `config/`, and the parsing of their values.
+"""The flags, one per option in `config/`, and the parsing of their values.
 
 A value is never guessed: it is legal, or `BadValueError` names the broken rule and the value to
 write instead. Numbers are plain ASCII digits, because Python's `int` and `float` also accept `nan`,
@@ -26,14 +26,14 @@ from megatron_lite.errors import without_credentials
 
 LARGEST_INTEGER = 2**63 - 1
 DASHES = (
-    "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those of word processors and web pages
+    "-\u2010\u2011\u2012\u2013\u2014\u2212"  # ASCII, and those from word processors and web pages
 )
 PATHS = frozenset(  # options that name files and folders
     "experiment_dir data_path valid_data_path test_data_path dataset_cache loss_mask tokenizer_file "
     "pretrained_checkpoint_path load_checkpoint_path sample_prompts export_callback_script tensorboard_dir "
     "machine_speeds write_sbatch".split()
 )
-REMOTE = frozenset(  # those that may name remote storage, of which a run makes a copy
+REMOTE = frozenset(  # options that may name remote storage, which a run copies
     "data_path valid_data_path test_data_path loss_mask tokenizer_file pretrained_checkpoint_path".split()
 )
 URL, LOCAL = r"[A-Za-z][\w+.-]*://", "a URL is neither read nor written"
@@ -46,8 +46,8 @@ LONGEST_TEXT = 4096  # characters; also the longest path of Linux
 
 
 class BadValueError(ValueError):
-    """A value that its flag does not take; the message is the rule and the fix, without the name of
-    the flag.
+    """A value that its flag does not accept; the message is the rule and the fix, without the
+    flag's name.
 
     instead: values to write, unless the rule names one. guessed: whether these are only a guess.
     """
@@ -125,7 +125,7 @@ def shown(value: str) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` was meant as a number, legal or not (`nan`, `1e999`, `1_000`)."""
+    """Return whether `text` was meant as a number, legal or not (`nan`, `1e999`, `1_000`)."""
     return len(text) <= LONGEST_NUMBER and _NUMBER_LIKE.fullmatch(text) is not None
 
 
@@ -250,8 +250,7 @@ def parse_choice(text: str, flag: Flag) -> str:
 
 
 def parse_by_block(text: str, flag: Flag) -> str:
-    """Parse choices of `flag` with the number of their blocks: `activation,full:8`. See
-    `block_parts`.
+    """Parse choices of `flag` with their numbers of blocks: `activation,full:8`. See `block_parts`.
 
     Raises:
         BadValueError: for anything else.
@@ -276,7 +275,7 @@ def parse_by_block(text: str, flag: Flag) -> str:
 
 
 def _part(text: str, value: str, number: str | None, flag: Flag) -> tuple[str, str | None]:
-    """Parse one part of `parse_by_block`; an error suggests the whole text, corrected."""
+    """Parse one part for `parse_by_block`; an error suggests the whole text, corrected."""
     try:
         choice = parse_choice(value, flag)
         count = None if number is None else parse_int(number)
@@ -292,8 +291,8 @@ def _part(text: str, value: str, number: str | None, flag: Flag) -> tuple[str, s
 
 
 def is_flag(text: str) -> bool:
-    """Whether a word is a flag, right or wrong, and not a value: dashes and a letter, but not
-    `-inf`."""
+    """Return whether a word is a flag, right or wrong, and not a value: dashes and a letter, but
+    not `-inf`."""
     if re.fullmatch(r"-(inf(inity)?|nan)", text, re.IGNORECASE):
         return False
     return re.match(rf"--|[{DASHES}]+[A-Za-z]", text) is not None
@@ -379,7 +378,7 @@ def parse_share(text: str) -> int | str:
 
 
 def is_legal(flag: Flag, text: str) -> bool:
-    """Whether `flag` takes this value, regardless of other flags."""
+    """Return whether `flag` accepts this value, regardless of other flags."""
     try:
         parse_list(flag, [text]) if flag.is_list else parse_value(flag, text)
     except BadValueError:
@@ -408,16 +407,15 @@ def _meant_words(text: str, words: Sequence[str]) -> list[str]:
 
 
 def similar(text: str, words: Iterable[str], count: int, cutoff: float) -> list[str]:
-    """Return up to `count` words that share at least this part of their letters with `text`, the
-    most similar first."""
+    """Return up to `count` words that share at least `cutoff` of their letters with `text`, most
+    similar first."""
     import difflib  # only a mistake needs it
 
     return difflib.get_close_matches(text[:LONGEST_NUMBER], [*words], count, cutoff)
 
 
 def limits(flag: Flag) -> str:
-    """Return the rule for a number in words, `>= 0 and < 1, or auto`; empty if every number is
-    legal."""
+    """Return a number's rule in words, `>= 0 and < 1, or auto`; empty if every number is legal."""
     bounds = ((">=", flag.minimum), (">", flag.above), ("<=", flag.maximum), ("<", flag.below))
     rule = " and ".join(f"{sign} {number(bound)}" for sign, bound in bounds if bound is not None)
     if flag.minimum is not None and flag.minimum == flag.maximum:
@@ -427,7 +425,7 @@ def limits(flag: Flag) -> str:
 
 
 def check_bounds(flag: Flag, value: Any) -> None:
-    """Check a value, or every item of a list, against the bounds, words or choices of its flag.
+    """Check a value, or every item of a list, against its flag's bounds, words or choices.
 
     Raises:
         BadValueError: if one is outside.
@@ -480,8 +478,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def written(value: Any) -> str:
-    """Return a value as a user would type it after its flag, without a secret in an address of an
-    older run."""
+    """Return a value as a user would type it after its flag, without a secret from an older run's
+    address."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -507,7 +505,7 @@ def abridged(value: Any) -> str:
 
 
 def alike(config: Config, asked: Config) -> dict[str, list[str]]:
-    """Return the options that all ranks must have alike, by flag: [value, value as typed].
+    """Return the options that must match on all ranks, by flag: [value, value as typed].
 
     config: resolved. asked: as typed.
     """
@@ -517,8 +515,7 @@ def alike(config: Config, asked: Config) -> dict[str, list[str]]:
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that depend on a value of JSON, to compare it with that of
-    another rank or start."""
+    """Return 16 hexadecimal digits of a JSON value, for comparison between ranks or starts."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 

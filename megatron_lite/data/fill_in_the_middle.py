@@ -71,7 +71,7 @@ class FillInTheMiddle:
         """options: the `fim_*` options and the tokenizer. key: of the draws.
 
         Raises: DataError if the tokenizer cannot be read or has no sentinels; UsageError if its
-            tokens exceed the vocabulary, or lack that of --fim_split_sample.
+            tokens exceed the vocabulary, or lack --fim_split_sample's.
         """
         path, border = options.tokenizer_file, options.fim_split_sample
         assert path is not None, "checked by validation"

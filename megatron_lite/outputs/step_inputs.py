@@ -67,8 +67,7 @@ def loss_weights(counted: Sequence[int], reduction: str) -> list[float]:
     Args:
         counted: labels that count in the loss per micro-step, over all ranks.
         reduction: "token": every label has the same weight. "micro_mean": every micro-step's mean
-            has the same weight, however few labels it counts (as in Levanter); without counted
-            labels it is 0.
+            has the same weight, however few labels it counts (as in Levanter), or 0 without any.
     """
     if reduction == "token":
         return [1.0] * len(counted)

@@ -29,8 +29,7 @@ from megatron_lite.validation.warnings import warnings as warnings
 def resolve(config: Config, world_size: int, nodes: int = 1) -> Config:
     """Check every option, individually and against the others, and fill in every derived value.
 
-    Resolving a resolved configuration again for the same world size changes nothing. nodes:
-    machines; 0: unknown.
+    Resolving it again for the same world size changes nothing. nodes: machines; 0: unknown.
 
     Raises:
         UsageError: with one line per problem.
@@ -50,8 +49,8 @@ def planned_world_size(config: Config, launched: int) -> int:
 
 
 def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, list[Problem]]:
-    """Like `resolve`, but return the problems; if there are any, the configuration is only partly
-    resolved."""
+    """Return the result of `resolve` and the problems; if there are any, the configuration is only
+    partly resolved."""
     assert world_size >= 1, world_size
     draft = Draft(**flatten(config))
     problems = reported(draft, _check_each(draft))
@@ -61,11 +60,9 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
 
 
 def defaults(config: Config) -> Options:
-    """Return the value that each option of a resolved configuration would have if only that option
-    were unset.
+    """Return each option's value in a resolved configuration if only that option were unset.
 
-    The options of the batch arithmetic depend on each other, so each is derived from those before
-    it.
+    The batch options depend on each other, so each is derived from the preceding ones.
     """
     values, order = flatten(config), (*BATCH[:2], *sorted(BATCH[2:]))
     found = {flag.name: flag.default for flag in FLAGS.values()}
@@ -84,7 +81,7 @@ def defaults(config: Config) -> Options:
 
 
 def _check_each(draft: Draft) -> Problems:
-    """Check bounds and choices, because a configuration made in Python bypasses the command
+    """Check bounds and choices, because a configuration created in Python bypasses the command
     line."""
     for name in draft.changed(*FLAGS):
         try:

@@ -1,5 +1,5 @@
-"""Rules for the areas of options: model, positions, computation, its source, the update, stages,
-data, output files."""
+"""Rules per area of options: model, positions, computation, its source, the update, stages, data,
+output files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron_lite.validation.rules import (
     parsing,
 )
 
-MANY_TOKENS = 2**50  # until the tokens of an epoch are known
-DEFAULT_MINUTES = 15.0  # between checkpoints, where no flag says when
+MANY_TOKENS = 2**50  # until an epoch's tokens are known
+DEFAULT_MINUTES = 15.0  # between checkpoints, if no flag sets it
 
 
 def model(draft: Draft) -> Problems:
-    """Check and derive the shape of the model and its initial weights."""
+    """Check and derive the model's shape and its initial weights."""
     heads, hidden = draft.num_attention_heads, draft.hidden_size
     fill(draft, head_groups=heads)
     if heads % draft.head_groups:
@@ -94,8 +94,7 @@ def performance(draft: Draft) -> Problems:
 
 
 def _rotary(draft: Draft) -> Problems:
-    """Derive the base from minus its logarithm or vice versa, and check the options of the RoPE
-    type."""
+    """Derive the base from minus its logarithm or vice versa, and check the RoPE type's options."""
     scale = draft.rotary_embedding_scale
     base = draft.rotary_base = default(
         draft.rotary_base, 10000.0 if scale is None else rotary_base(scale)
@@ -181,8 +180,8 @@ def _yarn(draft: Draft) -> Problems:
 
 
 def _scaling(draft: Draft) -> Problems:
-    """Derive the original length and YaRN's factor as Hugging Face does: max_position_embeddings,
-    and the quotient."""
+    """Derive the original length and YaRN's factor like Hugging Face: max_position_embeddings, and
+    the quotient."""
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
     if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
         if longest < original:
@@ -262,8 +261,8 @@ def profiles(draft: Draft, world_size: int) -> Problems:
 
 
 def length(draft: Draft) -> Problems:
-    """Derive the iterations from other goals, as far as these are known before the data and earlier
-    starts are."""
+    """Derive the iterations from other goals, as far as possible before data and earlier starts are
+    known."""
     if draft.train_iters:
         return
     if draft.epochs is not None and (
@@ -291,7 +290,7 @@ def data(draft: Draft) -> Problems:
             draft.tokenizer_file = None
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
-    # as in Megatron-LM, a validation set of its own leaves the rest to training
+    # as in Megatron-LM, a separate validation set leaves the rest to training
     if is_default and own:
         draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
     for flag in own.values():

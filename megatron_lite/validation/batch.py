@@ -17,7 +17,7 @@ _ACCUMULATION = (
     "sequential_micro_batches",
 )
 BATCH = ("batch_size", "micro_batch_size", *_ACCUMULATION)
-# Everything that the batch arithmetic depends on.
+# All inputs of the batch arithmetic.
 _BATCH_RULE = (
     *BATCH,
     "batch_size_schedule",
@@ -67,8 +67,8 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
     """Choose the largest micro-batch size that divides every batch of a schedule, unless other
     options determine it.
 
-    If there is none: with padding, the smallest batch fills one micro-batch; otherwise 1, so that
-    an error names the batch and not the micro-batch.
+    Without one: with padding, the smallest batch fills one micro-batch; otherwise 1, so that an
+    error names the batch and not the micro-batch.
     """
     if draft.changed("micro_batch_size", "depth_first_micro_batches", "sequential_micro_batches"):
         return
@@ -81,8 +81,8 @@ def _fill_micro_batch_size(draft: Draft, sizes: Sequence[int], world_size: int) 
 
 
 def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | None:
-    """Solve the equation for the largest batch; return why there is no solution. sizes: all those
-    of a schedule."""
+    """Solve the equation for the largest batch; return why there is no solution. sizes: all in a
+    schedule."""
     batch, micro = draft.batch_size, draft.micro_batch_size
     depth, breadth = draft.depth_first_micro_batches, draft.breadth_first_micro_batches
     sequential, padded = draft.sequential_micro_batches, draft.allow_nondivisible_batch_size
@@ -119,8 +119,8 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
         )
     micro = micro or -(-batch // unit)
     if depth is None and breadth is None and draft.pipeline_parallel > 1:
-        # A group fills the pipeline once: the whole batch, or of a schedule the most micro-batches
-        # that divide each.
+        # A group fills the pipeline once: the whole batch or, with a schedule, the most
+        # micro-batches that divide each batch.
         breadth = math.gcd(
             *(Split(size, micro, world_size).micro_steps for size in sizes or [batch])
         )
@@ -145,8 +145,8 @@ def _largest(draft: Draft, sizes: Sequence[int], world_size: int) -> Problem | N
 def _smaller(
     draft: Draft, sizes: Sequence[int], accumulation: Sequence[str], world_size: int
 ) -> Problems:
-    """Check the batches of a schedule, whose micro-batches have the same size. accumulation: what
-    is typed of it."""
+    """Check a schedule's batches, whose micro-batches have the same size. accumulation: its options
+    as typed."""
     micro, breadth = draft.micro_batch_size or 1, draft.breadth_first_micro_batches or 1
     unit = micro * breadth * world_size
     wrong = [size for size in sizes if size % unit]
@@ -163,8 +163,7 @@ def _smaller(
 
 
 def _limits(draft: Draft, world_size: int) -> Problems:
-    """Check options that are limited by the size of a micro-batch or a rank's share of the
-    batch."""
+    """Check options limited by the size of a micro-batch or a rank's share of the batch."""
     batch = draft.batch_size or 1
     micro = draft.micro_batch_size or 1
     evaluated = draft.eval_micro_batch_size
@@ -183,7 +182,7 @@ def _limits(draft: Draft, world_size: int) -> Problems:
 
 
 def _batch_name(draft: Draft) -> tuple[str, str]:
-    """Return the option that sets the largest batch, and what that batch is called."""
+    """Return the option that sets the largest batch, and a name for that batch."""
     if draft.batch_size_schedule:
         return "batch_size_schedule", f"its largest size, {draft.batch_size},"
     return "batch_size", "batch_size"
@@ -193,7 +192,7 @@ def _unsplit(draft: Draft, sequential: int, unit: int, both: bool, world_size: i
     """Report that `sequential` is not depth_first * breadth_first, with batch sizes that would
     work.
 
-    unit: their product, 1 for one that is not given. both: whether both are given.
+    unit: their product, 1 for one that is not set. both: whether both are set.
     """
     rule = "depth_first * breadth_first micro-batches "
     rule += (

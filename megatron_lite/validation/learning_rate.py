@@ -61,7 +61,7 @@ def _stages(draft: Draft, text: str) -> Problems:
 
 
 def _finite(draft: Draft, name: str, highest: float) -> Problems:
-    """Check the highest learning rate that the option `name` sets, once multiplied by
+    """Check the highest learning rate, set by the option `name`, after multiplication by
     --default_lr_scale."""
     if not math.isfinite(highest * draft.default_lr_scale):
         yield f"{name} default_lr_scale", "the product overflows; write a smaller factor"
@@ -130,7 +130,7 @@ def _cycles(draft: Draft, end: int) -> Problems:
 
 
 def schedule_warnings(options: Draft) -> Iterator[str]:
-    """Yield one line for each surprise in a resolved configuration's schedule."""
+    """Yield one line per surprise in a resolved configuration's schedule."""
     if options.train_iters == 0 or options.lr_schedule is not None:
         return
     if (options.min_lr_ratio or 0.0) > 1.0:

@@ -1,4 +1,4 @@
-"""Problems and notes, and the conditions between options that `config/` declares: `needs`,
+"""Problems and notes, and the conditions between options declared in `config/`: `needs`,
 `excludes`, `idle_unless`.
 
 A condition is a list of alternatives, `a or b=x|y or c!=z`: a has a truthy value, b has one of
@@ -33,15 +33,14 @@ class Problem(NamedTuple):
     message: str
 
 
-# Of the functions that check a draft: a problem, or the options to show with their values, the rule
-# with its fix, and options that are involved, but not shown. Several options are separated by
-# spaces.
+# What a check of a draft yields: a problem, or the options to show with their values, the rule with
+# its fix, and options that are involved, but not shown. Several options are separated by spaces.
 Problems = Iterator[Problem | tuple[str, str] | tuple[str, str, str]]
 
 
 def reported(draft: Draft, found: Problems) -> list[Problem]:
-    """Return the problems that a check finds, with the values of the draft then: `--a=1, --b=2:
-    <rule>; <fix>`."""
+    """Return a check's problems, with the draft's values at that time: `--a=1, --b=2: <rule>;
+    <fix>`."""
     return [each if isinstance(each, Problem) else _problem(draft, *each) for each in found]
 
 
@@ -50,7 +49,7 @@ def _problem(draft: Draft, names: str, rule: str, also: str = "") -> Problem:
 
 
 def parsing(names: str, parse: Callable[..., object], *values: object) -> Problems:
-    """Report the error that `parse` raises for the values of these options, if any."""
+    """Yield the error that `parse` raises for these options' values, if any."""
     try:
         parse(*values)
     except UsageError as error:
@@ -63,7 +62,7 @@ def default(value: Value | None, derived: Value) -> Value:
 
 
 def fill(draft: Draft, **derived: object) -> None:
-    """Set the options that are None to derived values."""
+    """Set options that are None to derived values."""
     for name, value in derived.items():
         setattr(draft, name, default(getattr(draft, name), value))
 
@@ -97,7 +96,7 @@ def holds(condition: str, options: Draft) -> bool:
 
 
 def unmet(condition: str, options: Draft) -> str:
-    """Return why a condition without `and` does not hold; an empty string if it holds."""
+    """Return why a condition without `and` does not hold; "" if it does."""
     with_values: list[str] = []
     without: list[str] = []
     for name, sign, values in _alternatives(condition):
@@ -125,8 +124,8 @@ def _alternatives(condition: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _broken(draft: Draft, name: str, rule: Rule, fix: str) -> Problem:
-    """Report a broken rule with the values of the options in its condition that are set or that
-    trigger the rule."""
+    """Report a broken rule with the values of its condition's options that are set or trigger the
+    rule."""
     others = [other for other, _, _ in _alternatives(rule.condition)]
     asking = [found for part in rule.when.split(" and ") if part for found in _alternatives(part)]
     when = [other for other, _, _ in asking]

@@ -99,7 +99,7 @@ def pipeline_parallel(draft: Draft, world_size: int) -> Problems:
 
 
 def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
-    """Derive --data_parallel_shard; check that so many divide the data-parallel ranks. nodes: see
+    """Derive --data_parallel_shard; check that it divides the data-parallel ranks. nodes: see
     `resolve`."""
     ranks, size = data_ranks(draft, world_size), draft.data_parallel_shard
     replicas = draft.replica_dcn_axis_size * draft.replica_ici_axis_size
@@ -164,7 +164,7 @@ def _clipped_updates(draft: Draft, heads: int) -> Problems:
         yield f"tensor_parallel {clip}", rule, "head_groups num_attention_heads kv_channels"
 
 
-# Elements of one kind of weight, or of one tensor of a micro-batch. With optimizer state, all
+# Elements of one kind of weight, or of one tensor in a micro-batch. With optimizer state, all
 # layers and padding this stays below 2**63 bytes; the largest machines have 2**57.
 MOST_ELEMENTS = 2**56
 MOST_SAMPLES = 2**62  # per run; sample indices are 64-bit integers
