@@ -1,2 +1,2 @@
-"""From text to token files: inputs, documents, pieces of work that survive a kill, and the pair
-that they become."""
+"""Turn text into token files: inputs, documents, pieces of work that survive a kill, and the
+resulting pair."""

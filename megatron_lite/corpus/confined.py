@@ -1,7 +1,7 @@
-"""Run the programs of strangers in a process of its own, with limits of time, memory and output.
+"""Run untrusted programs in a separate process with limits on time, memory and output.
 
-Such a program can stay inside of one call of C, which no exception of Python ends; the kernel ends
-a process.
+Such a program can hang inside one C call, which no Python exception interrupts; the kernel kills a
+process.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from typing import Any, NamedTuple
 from megatron_lite.errors import DataError
 from megatron_lite.run.launcher_watch import end_with_parent
 
-LONGEST_REASON = 1000  # characters of an error, which a stranger may have written
+LONGEST_REASON = 1000  # characters of an error, which may be untrusted text
 
 
 class Limits(NamedTuple):
-    """Most that one call may take. program: the subject of errors."""
+    """Limits on one call. program: the subject of errors."""
 
-    seconds: float = 10.0  # of a processor, so that other programs do not count
+    seconds: float = 10.0  # of CPU time, so that other programs do not count
     memory_bytes: int = 2**30  # more than the process has at its first call with these limits
     answer_bytes: int = 2**26
     program: str = "the chat template (--chat_template)"
 
 
 def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any) -> Any:
-    """Return the function's result as JSON holds it: a list for a tuple. Calls share a process.
+    """Return the function's result after a JSON round trip: tuples become lists. Calls share a
+    process.
 
     function: or the name of one in `rendering`.
 
-    Raises: DataError with the reason if the function raises an error or goes beyond a limit.
+    Raises: DataError with the reason if the function raises an error or exceeds a limit.
     """
     connection, process = _process()
     try:
@@ -61,7 +62,7 @@ def confined(limits: Limits, function: Callable[..., Any] | str, *arguments: Any
 
 
 def end_process() -> None:
-    """End the process, also during a call of another thread; the next call starts another."""
+    """End the process, even during another thread's call; the next call starts another."""
     if _process.cache_info().currsize:
         process = _process()[1]
         process.kill()
@@ -80,14 +81,14 @@ def _process() -> tuple[Connection, Any]:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer calls until the other end is closed. The kernel ends this process at the limit of
-    time."""
+    """Answer calls until the other end is closed. The kernel ends this process at the time
+    limit."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
-    # libraries tell of no torch, and of folders what our errors say
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    # libraries warn about missing torch, and about folders on which we report
     logging.disable(logging.WARNING)
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # rendering needs none, and loading takes seconds
-    gc.disable()  # imports leave no garbage, and looking for some takes a tenth of their time
+    gc.disable()  # imports leave no garbage, and collecting takes a tenth of their time
     rendering, last = importlib.import_module("megatron_lite.corpus.rendering"), None
     gc.enable()
     with contextlib.suppress(EOFError, OSError):
@@ -106,7 +107,7 @@ def _serve(connection: Connection) -> None:
                 reason = f"{limits.program} needs more than {limits.memory_bytes:,} bytes of memory"
             except DataError as error:
                 reason = str(error)
-            except Exception as error:  # whatever the program of a stranger raises
+            except Exception as error:  # an untrusted program may raise anything
                 reason = f"{limits.program} refuses it: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(
@@ -115,7 +116,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit what this process has to so much more than it has now."""
+    """Limit this process's memory to this much more than it has now."""
     with contextlib.suppress(OSError, ValueError):  # another system, or a lower limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most_bytes = pages * resource.getpagesize() + more_bytes

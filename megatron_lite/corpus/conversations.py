@@ -1,8 +1,8 @@
-"""Conversations as texts, by a chat template, with what counts in the loss: what the assistant
-says.
+"""Render conversations with a chat template and mark the assistant's tokens, the only ones in the
+loss.
 
-Templates are programs of strangers: transformers runs them in a sandbox, in a process with limits
-of time, memory and output.
+Templates are untrusted programs: transformers runs them in a sandbox, in a process with limits on
+time, memory and output.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_lite.data.tokenizing import BYTE, JsonTokenizer, MarkedText
 from megatron_lite.errors import DataError, UsageError
 
 NAMED = Path(__file__).with_name("chat_templates")  # <name>.jinja
-KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # of a record
-LIMITS = Limits()  # for one conversation
+KEYS = ("messages", "conversations", "prompt", "completion", "tools")  # in a record
+LIMITS = Limits()  # per conversation
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
@@ -37,14 +37,14 @@ class ChatTemplate(NamedTuple):
     config: dict[str, Any]
 
     def render(self, messages: Messages, tools: Any, prompt: bool) -> str:
-        """Return the text. prompt: with the beginning of an answer.
+        """Return the text. prompt: append the beginning of an answer.
 
-        Raises: DataError if the template refuses the messages, or goes beyond a limit for them.
+        Raises: DataError if the template refuses the messages, or exceeds a limit.
         """
         return str(self._confined("rendered", messages, tools, prompt)[0])
 
     def spoken(self, messages: Messages, tools: Any = None, first: int = 0) -> MarkedText:
-        """Return the text, marked as `rendering.spoken` does. Raises: as `render`."""
+        """Return the text, marked by `rendering.spoken`. Raises: like `render`."""
         return MarkedText(*self._confined("spoken", messages, tools, first))
 
     def _confined(self, function: str, *arguments: Any) -> Any:
@@ -66,17 +66,17 @@ class ChatTemplate(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversationFields(TextFields):
-    """How a record becomes a text. The keys are as `KEYS`."""
+    """The keys under which a record stores its conversation; defaults: `KEYS`."""
 
     _: KW_ONLY
     template: ChatTemplate
-    end: str  # token after a conversation, unless it is there; empty: none
+    end: str  # token after a conversation, unless already present; empty: none
     end_of_completion: str  # the same without roles
 
     marked = True
 
     def text_of(self, value: Any) -> MarkedText:
-        """Return the text of a record. Raises: DataError, which names the key and the rule."""
+        """Return a record's text. Raises: DataError, which names the key and the rule."""
         messages, shared, prompt, completion, tools = (look_up(value, key) for key in self.keys)
         if messages is None and isinstance(prompt, str) and isinstance(completion, str):
             span = (len(prompt), len(prompt + completion))
@@ -113,7 +113,7 @@ class ConversationFields(TextFields):
 
 
 def _ended(text: MarkedText, end: str) -> MarkedText:
-    """Add a token that ends a text, unless it is there; it counts if the assistant spoke last."""
+    """Append a token to a text, unless already present; it counts if the assistant spoke last."""
     if text.endswith(end):
         return text
     last = text.spans and text.spans[-1][1] >= len(text.rstrip())
@@ -123,10 +123,9 @@ def _ended(text: MarkedText, end: str) -> MarkedText:
 
 
 def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
-    """Return the template of a tokenizer.json (own; `byte` has none), a known one, or that of a
-    file.
+    """Return a template: a tokenizer.json's (own; `byte` has none), a known one, or a file's.
 
-    Raises: UsageError if there is none; DataError if a file cannot be read or is none.
+    Raises: UsageError if there is none; DataError if a file cannot be read or is no template.
     """
     need_library()
     said = effective(tokenizer)
@@ -152,7 +151,7 @@ def find_template(tokenizer: str, name: str = "own") -> ChatTemplate:
 def conversation_fields(
     name: str, given: TextFields, tokenizer: TokenizerChoice
 ) -> ConversationFields:
-    """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: as
+    """Return the fields for --chat_template=<name>, --json_key and the tokenizer. Raises: like
     `find_template`."""
     if (
         given.separator != TextFields.separator

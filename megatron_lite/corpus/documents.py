@@ -1,8 +1,8 @@
-"""Read the documents of spans: whole files, lines of a .jsonl file, rows of a table, with the text
+"""Read the documents in spans: whole files, lines of a .jsonl file, rows of a table, with the text
 under some keys.
 
-Documents that cannot be used are faults: all are counted by kind, and the first ones are named by
-file and line on standard error, as is the progress.
+Unusable documents are faults: all are counted by kind, and the first ones are reported by file and
+line on standard error, like the progress.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SURROGATE = "contains half of a surrogate pair, which is not a character"
 
 @dataclass(frozen=True)
 class TextFields:
-    """The keys of a document's text. Several keys are joined, and a key that is absent or null is
-    left out."""
+    """The keys of a document's text. Several keys are joined, and absent or null ones are
+    skipped."""
 
-    keys: tuple[str, ...]  # each a key, or a path of keys such as `a.b`
+    keys: tuple[str, ...]  # keys, or paths of keys such as `a.b`
     separator: str = "\n\n"
 
-    marked: ClassVar[bool] = False  # whether documents are conversations, of the class MarkedText
+    marked: ClassVar[bool] = False  # whether documents are conversations, of class MarkedText
 
     def text_of(self, value: Any) -> str | None:
-        """Return the text of a decoded JSON value; None if it has none."""
+        """Return the text in a decoded JSON value; None without any."""
         parts = [part for key in self.keys if (part := look_up(value, key)) is not None]
         return (
             self.separator.join(parts)
@@ -46,7 +46,7 @@ class TextFields:
         )
 
     def complaint(self, value: Any) -> str:
-        """Return the kind of fault of a decoded JSON value without text."""
+        """Return the kind of fault for a decoded JSON value without text."""
         parts = ((key, look_up(value, key)) for key in self.keys)
         found = ", ".join(
             f"{key!r} ({'absent' if part is None else type(part).__name__})" for key, part in parts
@@ -55,7 +55,7 @@ class TextFields:
 
 
 def look_up(value: Any, path: str) -> Any:
-    """Return the value under a key, or under a path of keys; None if there is none."""
+    """Return the value under a key or a path of keys; None if there is none."""
     if isinstance(value, dict) and path in value:
         return value[path]
     for key in path.split("."):
@@ -70,7 +70,7 @@ class Span:
     """A part of an input file.
 
     start, end: the bytes of a .jsonl file in which its lines begin, or the row groups of a parquet
-    file; 0 and 0 stand for the whole of any other file.
+    file; 0 and 0: the whole file, of any other kind.
     """
 
     file: InputFile
@@ -80,7 +80,7 @@ class Span:
 
 
 def cut_file(file: InputFile, goal: int) -> list[Span]:
-    """Cut a file into spans of about `goal` bytes where its kind can be read from the middle."""
+    """Cut a file into spans of about `goal` bytes if its kind can be read from the middle."""
     if file.kind == "jsonl" and not file.compression and file.regular:
         cuts = [*range(0, max(file.size_bytes, 1), goal), file.size_bytes]
         return [Span(file, start, end, end - start) for start, end in itertools.pairwise(cuts)]
@@ -103,7 +103,7 @@ class Fault:
     """A document that was skipped. `number`: its line or row in its span, from 1; 0 for a whole
     file."""
 
-    span: int  # of the piece
+    span: int  # in the piece
     number: int
     kind: str
     detail: str = ""
@@ -115,9 +115,9 @@ class Fault:
 
 @dataclass
 class Findings:
-    """Counts of one pass over spans: lines, and documents that cannot be used."""
+    """Counts from one pass over spans: lines, and unusable documents."""
 
-    lines: list[int]  # or rows, of each span
+    lines: list[int]  # or rows, per span
     fault_counts: dict[str, int] = field(default_factory=dict)  # by kind
     first_faults: list[Fault] = field(default_factory=list)
 
@@ -136,18 +136,19 @@ class Reading:
     spans: Sequence[Span]
     fields: TextFields
     strict: bool = False
-    allowed: str | None = None  # a kind of fault that `strict` lets pass
+    allowed: str | None = None  # a kind of fault that `strict` permits
 
     def __post_init__(self) -> None:
         self.read_bytes, self.findings = 0, Findings([0] * len(self.spans))
-        self._number = 0  # of the span that is being read
+        self._number = 0  # in the current span
 
     def documents(self) -> Iterator[str]:
         """Yield the texts of all spans in order; blank and damaged ones are counted as faults.
 
         Raises:
-            DataError: if a file cannot be read, is damaged as a whole, or has changed since the
-            work was planned. BadDocument: with --strict, at the first fault.
+            DataError: if a file cannot be read, is damaged as a whole, or has changed since
+                planning.
+            BadDocument: with --strict, at the first fault.
         """
         for number, span in enumerate(self.spans):
             self._number, before = number, self.read_bytes
@@ -159,7 +160,7 @@ class Reading:
                 self.read_bytes = before + span.size_bytes
 
     def _add_fault(self, kind: str, detail: str = "") -> None:
-        """Count a fault at the line or row that was read last, or of a whole text file."""
+        """Count a fault at the last line or row read, or in a whole text file."""
         found = self.findings
         found.fault_counts[kind] = found.fault_counts.get(kind, 0) + 1
         fault = Fault(self._number, found.lines[self._number], kind, detail)
@@ -169,7 +170,7 @@ class Reading:
             raise BadDocument(fault)
 
     def _is_document(self, text: str) -> bool:
-        """Whether a text is neither blank nor has half characters, which are faults."""
+        """Return whether a text is neither blank nor contains half characters, which are faults."""
         if not text or text.isspace():
             self._add_fault(BLANK)
             return False
@@ -181,7 +182,7 @@ class Reading:
         return True
 
     def _texts(self, span: Span, file: IO[bytes]) -> Iterator[str]:
-        """Yield the texts of a span, blank ones too."""
+        """Yield a span's texts, including blank ones."""
         if span.file.kind == "text" and not self.fields.marked:
             with opened(file, span.file) as stream:
                 data = stream.read()
@@ -203,7 +204,7 @@ class Reading:
                 yield text
 
     def _json_lines(self, span: Span, file: IO[bytes]) -> Iterator[Any]:
-        """Yield the values of the lines that begin in a span."""
+        """Yield the values in the lines that begin in a span."""
         with opened(file, span.file) as stream:
             position = span.start
             if span.start:
@@ -220,8 +221,8 @@ class Reading:
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    # After a semicolon stands advice about the interpreter: numbers of thousands of
-                    # digits.
+                    # After a semicolon follows advice about the interpreter: numbers of thousands
+                    # of digits.
                     kind, detail = (
                         ("not JSON", str(error).partition(";")[0]) if text.strip() else (BLANK, "")
                     )
@@ -251,12 +252,12 @@ def whole_texts(
     allowed: str | None = None,
     purpose: str = "",
 ) -> Iterator[str]:
-    """Yield all documents of files in one pass, without those with faults.
+    """Yield all documents in files in one pass, without faulty ones.
 
-    purpose: of the pass, for the progress that is then shown.
+    purpose: of the pass; if set, shows its progress.
 
-    Raises: DataError as `Reading.documents`; with `strict`, at the first fault of another kind than
-    `allowed`.
+    Raises: DataError like `Reading.documents`; with `strict`, at the first fault of a kind other
+    than `allowed`.
     """
     spans = [span for file in files for span in cut_file(file, file.size_bytes + 1)]
     reading = Reading(spans, fields, strict, allowed)
@@ -284,7 +285,7 @@ def _check_unchanged(file: IO[bytes], expected: InputFile) -> None:
 
 
 class Faults:
-    """The faults of all pieces in the order of the documents; the first few are named.
+    """The faults of all pieces in document order; the first few are reported.
 
     Attributes: `counts` by kind; `first`, the messages about the first ones.
     """
@@ -293,10 +294,10 @@ class Faults:
         self.strict = strict
         self.counts: Counter[str] = Counter()
         self.first: list[str] = []
-        self._lines: Counter[str] = Counter()  # of each file, in the pieces so far
+        self._lines: Counter[str] = Counter()  # per file, in the pieces so far
 
     def add(self, spans: Sequence[Span], found: Findings) -> None:
-        """Add the faults of the next piece.
+        """Add the next piece's faults.
 
         Raises: DataError with --strict, which names the first.
         """

@@ -1,9 +1,9 @@
-"""The ids of `tokenizers`, many times as fast, by the library fastokens; each use proves that they
-are the same.
+"""Compute the ids of `tokenizers`, many times as fast, with the library fastokens; each use proves
+that they match.
 
 fastokens encodes BPE whose parts are on a list. Before the work, both libraries encode over 400
-fixed texts; in the work, both encode the first text of each piece, and every 1,000th after it.
-`UnfitError` says, in words, why a tokenizer needs `tokenizers` instead.
+fixed texts; during the work, both encode the first text of each piece, and every 1,000th after it.
+`UnfitError` explains why a tokenizer needs `tokenizers` instead.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from numpy.typing import NDArray
 from megatron_lite.data.tokenizing import JsonTokenizer
 
 FAST = "fastokens"
-# In rules such as (?i:'s) a contraction to Oniguruma, not to fastokens: `tokenizers` encodes texts
-# that contain it.
+# In rules such as (?i:'s) a contraction for Oniguruma, but not for fastokens: `tokenizers` encodes
+# texts that contain it.
 ODD = "'\u017f"
 CHECKED_EVERY = 1000  # texts
-# Of a longer text, both libraries encode so much of its beginning: a folder of books would be no
+# For longer texts, both libraries encode this much of the beginning: a folder of books would be no
 # faster otherwise.
 CHECKED_CHARACTERS = 1 << 16
-# After so many fastokens is loaded anew: it keeps every word that it has seen, 0.3 bytes per byte
+# After this many, fastokens is reloaded: it caches every word that it has seen, 0.3 bytes per byte
 # of text.
 LOADED_CHARACTERS = 1 << 27
 TEXTS, PARTS = (Path(__file__).with_name(name) for name in ("proof_texts.txt", "exact_parts.txt"))
-# Ids of texts back to back, and where in these each text begins, then the end, (texts + 1,).
+# The texts' ids, concatenated, and where each text begins, then the end, (texts + 1,).
 Flat = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 class UnfitError(Exception):
-    """Why the ids of a tokenizer cannot come from fastokens, in words for the user."""
+    """Why a tokenizer's ids cannot come from fastokens, in words for the user."""
 
 
 class FastTokenizer(JsonTokenizer):
-    """A `JsonTokenizer` whose `encode` and `encode_flat` are those of fastokens; all else is as in
-    its class."""
+    """A `JsonTokenizer` whose `encode` and `encode_flat` use fastokens."""
 
     def __init__(self, reference: JsonTokenizer) -> None:
-        """Raises: UnfitError if fastokens cannot load it, or has not been compared with all of its
-        parts."""
+        """Load fastokens. Raises: UnfitError if it cannot, or some parts of the tokenizer have not
+        been compared."""
         vars(self).update(vars(reference))
         if unknown := ", ".join(_unknown(self.library)):
             raise UnfitError(f"{FAST} is not known to be exact for {unknown}")
-        self._numbers = itertools.count()  # of the texts of `encode`
+        self._numbers = itertools.count()  # of the texts passed to `encode`
         self._load()
 
     def _load(self) -> None:
@@ -60,12 +59,12 @@ class FastTokenizer(JsonTokenizer):
             self._fast = Tokenizer.from_json_str(self.library.to_str())
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic in the library is no Exception
             raise UnfitError(f"{FAST} cannot load it: {error}") from error
         self._room = LOADED_CHARACTERS
 
     def prove(self) -> None:
-        """Compare both libraries on the texts of a file, and on every special token spelled out.
+        """Compare both libraries on a file's texts, and on every special token spelled out.
 
         Raises: UnfitError at the first difference.
         """
@@ -82,7 +81,7 @@ class FastTokenizer(JsonTokenizer):
         return self.encode_flat([text], next(self._numbers))[0].tolist()
 
     def encode_flat(self, texts: Sequence[str], before: int) -> Flat:
-        """Encode a list of texts without ODD, of which `before` came before these.
+        """Encode a list of texts without ODD, after `before` others.
 
         Raises: UnfitError if fastokens fails, or has other ids for the first or every 1,000th text.
         """
@@ -124,7 +123,7 @@ class FastTokenizer(JsonTokenizer):
 
 
 def shortened(text: str, differs: Callable[[str], bool]) -> str:
-    """Leave out of a text what it does not need to differ: halves, quarters, ..., characters."""
+    """Remove from a text what it does not need to differ: halves, quarters, ..., characters."""
     size = len(text)
     while size := size // 2:
         for start in range(len(text) - size, -1, -size):
@@ -135,13 +134,13 @@ def shortened(text: str, differs: Callable[[str], bool]) -> str:
 
 
 def _unknown(library: Any) -> Iterator[str]:
-    """Yield the parts of a tokenizer that are not known to be the same in both libraries."""
+    """Yield the parts of a tokenizer not known to behave the same in both libraries."""
     from tokenizers import pre_tokenizers
 
     model, parts = library.model, (library.normalizer, library.pre_tokenizer)
     states = [part.__getstate__().decode() if part else "null" for part in parts]
     yield from {*states} - {*listed(PARTS)}
-    # which stand for bytes that UTF-8 lacks
+    # which represent bytes that UTF-8 lacks
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()} - {*"ÀÁõö÷øùúûüýþÿ"}
     if type(model).__name__ != "BPE" or not (
         alphabet <= library.get_vocab().keys() if "ByteLevel" in states[1] else model.unk_token
@@ -150,5 +149,5 @@ def _unknown(library: Any) -> Iterator[str]:
 
 
 def listed(file: Path) -> list[str]:
-    """Return the lines of TEXTS or PARTS."""
+    """Return the lines in TEXTS or PARTS."""
     return [line for line in file.read_text("utf-8").splitlines() if not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""The data of a run from text, prepared once into a cache and found again by its fingerprint, or
+"""Resolve a run's data from text, prepared once into a cache and found again by its fingerprint, or
 from a list."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.run.host import available_cores
 
-FINGERPRINT_DIGITS = 16  # of a folder's name
+FINGERPRINT_DIGITS = 16  # in a folder's name
 
 
 def resolve_data(
@@ -37,18 +37,17 @@ def resolve_data(
     logger: logging.Logger,
     began: JsonObject | None = None,
 ) -> Config:
-    """Replace text and lists in the paths of data by prefixes of pairs; rank 0 prepares what is not
-    prepared yet.
+    """Replace text and lists in data paths by prefixes of pairs; rank 0 prepares what is missing.
 
-    Add the loss masks and the tokenizer that the summaries of pairs name, unless options do, and
-    the tokens of data sets as their weights, unless any are given. All ranks call this and wait as
-    long as it takes.
+    Adds the loss masks and the tokenizer named in the pairs' summaries, unless options name some,
+    and the data sets' tokens as weights, unless some are given. Collective; waits as long as it
+    takes.
 
     Args:
         distributed: None in a command, which has no ranks.
         root: the experiment directory.
-        began: see `Choice.began`; a run that began without masks or a tokenizer goes on without,
-        and keeps its shares.
+        began: see `Choice.began`; a run begun without masks or a tokenizer continues without, and
+            keeps its shares.
 
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
@@ -63,7 +62,7 @@ def resolve_data(
 
 
 def is_text(path: str) -> bool:
-    """Whether a path of --data_path stands for text instead of the prefix of a pair."""
+    """Return whether a path in --data_path names text instead of the prefix of a pair."""
     if Path(path + ".idx").exists() or Path(path + ".bin").exists():
         return False
     return Path(path).is_dir() or is_input(Path(path)) or any(sign in path for sign in "*?[{")
@@ -72,7 +71,7 @@ def is_text(path: str) -> bool:
 def _resolved(
     config: Config, cache: str | None, logger: logging.Logger, began: JsonObject | None
 ) -> JsonObject:
-    """Return the words of each path of data and mask, and the tokenizer's file, as local paths."""
+    """Return the words of each data and mask path, and the tokenizer's file, as local paths."""
     begun = began["config"] if began else {}
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
     found: JsonObject = {
@@ -122,11 +121,10 @@ def _resolved(
 def _weighted(
     words: list[str], flag: str, config: Config, begun: JsonObject, logger: logging.Logger
 ) -> list[str]:
-    """Add weights to the data sets of a run if there are none: their tokens, so that all are read
-    equally often.
+    """Add default weights to a run's data sets: their tokens, so that all are read equally often.
 
-    A run that began keeps its weights, which are equal if an earlier version began it. begun: its
-    options, if any.
+    A run that has begun keeps its weights, which are equal if an earlier version began it. begun:
+    its options, if any.
     """
     at_start = flag == "data_path" and (*config.data.data_weights_schedule, "")[0].startswith("0:")
     if len(words) < 2 or at_start or any(map(is_number, words)):
@@ -144,10 +142,9 @@ def _weighted(
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the words of --data_path that a list of data sets stands for: weight, prefix, ...;
-    without weight 0.
+    """Return a list of data sets as words for --data_path: weight, prefix, ...; without weight 0.
 
-    A list is JSON, as Fast-LLM's: `{"datasets": [{"prefix", "weight", "num_documents",
+    A list is JSON, like Fast-LLM's: `{"datasets": [{"prefix", "weight", "num_documents",
     "num_tokens"}]}`. Prefixes are relative to its folder, so that a folder with its list can be
     moved.
 
@@ -189,8 +186,7 @@ def _prepared(
     folder: str | None,
     logger: logging.Logger,
 ) -> str:
-    """Return the prefix of a text's pair in the folder of prepared text, which is made unless it is
-    there.
+    """Return the prefix of a text's pair in the cache folder, preparing it unless it exists.
 
     before: the pair that an earlier start of the run read in its place; under older rules, the run
     keeps it.

@@ -1,11 +1,11 @@
-"""The input files of a corpus in a stable order, from names, folders, glob patterns and {a,b}
-lists, and their content.
+"""Find a corpus's input files in a stable order, from names, folders, glob patterns and {a,b}
+lists, and open them.
 
-The ending of a name tells the kind of a file: `.jsonl` and `.ndjson` hold one document per line,
-`.parquet` and `.arrow` one per row. A `.json` file holds lines or one array of records, and a file
-of any other name whose first two lines are objects (of up to 16 MiB) holds lines; else, it is one
-document. Text and JSON may be compressed: `.jsonl.zst`, `.txt.gz`. A file that was cut short is an
-error, never a shorter text.
+A name's ending determines a file's kind: `.jsonl` and `.ndjson` contain one document per line,
+`.parquet` and `.arrow` one per row. A `.json` file contains lines or one array of records; a file
+of any other name whose first two lines are objects (of up to 16 MiB) contains lines, otherwise one
+document. Text and JSON may be compressed: `.jsonl.zst`, `.txt.gz`. A truncated file is an error,
+never a shorter text.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from megatron_lite.data.disk_array import reading, unreadable
 from megatron_lite.errors import DataError, RunError, UsageError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-# Of files with other endings, the content tells the kind.
+# With other endings, the content determines the kind.
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 JSON = ".json"
 DEFAULT_SUFFIXES = (".txt", ".md", JSON, *KINDS)
-# No documents of a folder: a work folder of ours, and files beside tokens, tokenizers and copies.
+# No documents in a folder: a work folder of ours, and files that accompany tokens, tokenizers and
+# copies.
 UNFINISHED = ".partial"
 DESCRIPTIONS = (".summary.json", "tokenizer.json", "tokenizer_config.json", "copied.json")
 MOST_ALTERNATIVES = 1_000_000  # of one name with {a,b} lists
 CHUNK_BYTES = 1 << 17
-# of a first line that tells the kind of its file
+# Longest first line that determines its file's kind.
 LONGEST_LINE_BYTES = 1 << 16
 LONGEST_OBJECT_BYTES = 1 << 24
 JSON_BYTES = 1 << 20  # of an array, decoded at a time unless a record is longer
-LONGEST_WORD = 16  # characters of JSON that an end may cut: -Infinity, two escapes
-COMPRESSED_BYTES = 1 << 13  # decompressed at a time: of text that repeats, they become 60 MB
-LARGEST_WINDOW = 1 << 31  # of zstd, which `zstd --long=31` takes
+LONGEST_WORD = 16  # characters of JSON that a boundary may cut: -Infinity, two escapes
+COMPRESSED_BYTES = 1 << 13  # decompressed at a time: repetitive text becomes 60 MB
+LARGEST_WINDOW = 1 << 31  # of zstd, as accepted by `zstd --long=31`
 ROWS_PER_READ = 1024
 # By kind or compression of a file: the package that reads it, and why.
 PACKAGES = {
@@ -54,24 +55,24 @@ PACKAGES = {
     "parquet": ("pyarrow.parquet", "is a parquet file"),
     "arrow": ("pyarrow", "is an arrow file"),
 }
-_SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
+_SPACE = re.compile(r"[ \t\n\r]*")  # in JSON
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read, as it was when the work was planned."""
+    """A file to read, as it was during planning."""
 
     path: str
     kind: str  # text, jsonl, json (one value, an array of records or a record), parquet, arrow
     compression: str  # of COMPRESSIONS, or empty
     size_bytes: int  # 0 for a pipe
     mtime_ns: int
-    regular: bool  # False for a pipe or a device, which can be read once only
+    regular: bool  # False: a pipe or a device, which can be read only once
 
     def place(self, number: int) -> str:
-        """Name a line or row of the file, counted from 1; 0 stands for the whole file."""
+        """Name a line or row of the file, counted from 1; 0: the whole file."""
         if number == 0:
             return self.path
         return f"{self.path}: {'line' if self.kind in ('text', 'jsonl') else 'row'} {number}"
@@ -80,11 +81,11 @@ class InputFile:
 def find_inputs(
     names: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIXES
 ) -> list[InputFile]:
-    """Return the files of all names, in their order; a folder or a pattern yields its files sorted
+    """Return the files for all names, in their order; a folder or a pattern yields its files sorted
     by path.
 
-    Of a folder, files that end in one of `suffixes` are taken, compressed ones too. A folder that
-    Hugging Face `datasets` saved yields its data files in its own order.
+    From a folder, files that end in one of `suffixes` are taken, including compressed ones. A
+    folder saved by Hugging Face `datasets` yields its data files in its own order.
 
     Raises: DataError if a name matches nothing, or a folder has no such file.
     """
@@ -108,9 +109,10 @@ def find_inputs(
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """Return a path that a listing of a folder gives: names in a store, in a file, or of links.
+    """Return a path from a folder's listing (names in a store, in a file, or of links), if it is
+    inside the folder.
 
-    A folder in the cache of the Hugging Face hub consists of links to the blobs beside its
+    A folder in the cache of the Hugging Face hub consists of links to the blobs next to its
     snapshots.
 
     Raises: DataError if the path leads out of the folder.
@@ -125,9 +127,9 @@ def inside(folder: Path, path: Path) -> Path:
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand lists and ranges as a shell does: `{a,b}{00..02}.txt` stands for six names.
+    """Expand lists and ranges like a shell: `{a,b}{00..02}.txt` becomes six names.
 
-    Raises: UsageError if it stands for too many.
+    Raises: UsageError if there are too many.
     """
     for found in _BRACES.finditer(name):
         alternatives = _alternatives(found[1])
@@ -137,13 +139,13 @@ def expand_braces(name: str) -> list[str]:
         expanded = [full for text in alternatives for full in expand_braces(before + text + after)]
         if len(expanded) > MOST_ALTERNATIVES:
             raise UsageError(f"{name}: stands for more than {MOST_ALTERNATIVES:,} names")
-        # a list inside a list meets its neighbours once for each of its items
+        # A list inside a list meets its neighbours once per item.
         return list(dict.fromkeys(expanded))
     return [name]
 
 
 def _alternatives(text: str) -> list[str] | None:
-    """Return what the inside of braces stands for; None if the braces are part of the name."""
+    """Return the alternatives inside braces; None if the braces are part of the name."""
     if (numbers := _RANGE.fullmatch(text)) is not None:
         first, last = int(numbers[1]), int(numbers[2])
         width = len(numbers[1]) if numbers[1].startswith("0") else 0
@@ -182,7 +184,7 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """Return the data files of a folder that `datasets.Dataset.save_to_disk` wrote, in the order of
+    """Return the data files in a folder written by `datasets.Dataset.save_to_disk`, in the order of
     their rows."""
     try:
         names = [
@@ -197,7 +199,7 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def is_input(path: Path, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> bool:
-    """Whether a path in a folder is that of a file to read, by its name."""
+    """Return whether a path in a folder is a file to read, by its name."""
     is_wanted = bare_name(path.name).endswith(tuple(suffixes)) and not path.name.endswith(
         DESCRIPTIONS
     )
@@ -205,7 +207,7 @@ def is_input(path: Path, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> bool:
 
 
 def bare_name(name: str) -> str:
-    """Return a file's name without the ending of a compression."""
+    """Return a file's name without a compression's ending."""
     return next(
         (name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name
     )
@@ -235,8 +237,7 @@ def _kind_by_content(file: InputFile) -> str:
 
 
 def _begins_with_object(content: IO[bytes]) -> bool:
-    """Read the next line, of any length only if it begins as an object; return whether it is
-    one."""
+    """Read the next line, in full only if it begins like an object; return whether it is one."""
     line = content.readline(LONGEST_LINE_BYTES)
     if line.lstrip(b"\xef\xbb\xbf \t")[:1] != b"{":
         return False
@@ -252,7 +253,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def package_for(kind: str, path: str) -> Any:
-    """Import the package of PACKAGES that a file needs.
+    """Import the package in PACKAGES that a file needs.
 
     Raises: UsageError if it is not installed; the message names the file and the command that
     helps.
@@ -282,7 +283,7 @@ def check_packages(files: Iterable[InputFile]) -> None:
 
 @contextlib.contextmanager
 def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
-    """Open the decompressed content of an open file, a binary stream, for a block.
+    """Open an open file's decompressed content, a binary stream, for a block.
 
     Raises: DataError from the block too, if the compressed data are damaged or incomplete.
     """
@@ -306,7 +307,7 @@ def opened(file: IO[bytes], described: InputFile) -> Iterator[Any]:
             else file
         )
     except Exception as error:
-        # An OSError without a number is the only sign that bz2 gives.
+        # An OSError without a number is bz2's only sign of damage.
         of_bz2 = ending == ".bz2" and isinstance(error, OSError) and error.errno is None
         if not of_bz2 and not isinstance(error, damage):
             raise
@@ -334,11 +335,11 @@ class _Content(io.RawIOBase):
 
 
 def _parts(file: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress the streams of a file, between which zeros are padding. begin: returns a
-    decompressor of one stream.
+    """Decompress a file's streams, between which zeros are padding. begin: returns a decompressor
+    for one stream.
 
-    The libraries' own readers take a cut file for a complete one, or what they cannot read after a
-    stream for garbage.
+    The libraries' own readers accept a truncated file as complete, or ignore what they cannot read
+    after a stream.
 
     Raises: EOFError if the file ends inside a stream; errors of the libraries.
     """
@@ -354,7 +355,7 @@ def _parts(file: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def row_group_bytes(path: str) -> list[int]:
-    """Return the size on disk of each row group of a parquet file, from its footer.
+    """Return each row group's size on disk in a parquet file, from its footer.
 
     Raises: DataError if the file is damaged.
     """
@@ -371,7 +372,7 @@ def row_group_bytes(path: str) -> list[int]:
 def table_rows(
     file: IO[bytes], described: InputFile, keys: Sequence[str], start: int, end: int
 ) -> Iterator[Any]:
-    """Yield the rows of row groups [start, end) of a parquet file, or of a whole arrow or JSON
+    """Yield the rows in row groups [start, end) of a parquet file, or in a whole arrow or JSON
     file.
 
     An arrow file is a stream of batches, as `datasets` writes it, or has a footer.
@@ -412,8 +413,7 @@ def table_rows(
 
 
 def _json_values(stream: Any) -> Iterator[Any]:
-    """Yield the items of a JSON array, of which few are in memory at a time, or the one other value
-    of a file.
+    """Yield a JSON array's items, few in memory at a time, or a file's single other value.
 
     Raises: ValueError that names the place of the damage.
     """
@@ -458,9 +458,9 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """Return a value of an Arrow type as a line of JSON would hold it.
+    """Return an Arrow value as a JSON line would contain it.
 
-    JSON is decoded. The keys of other records, which a table fills with null, are left out.
+    JSON is decoded. Other records' keys, which a table fills with null, are removed.
     """
     if getattr(kind, "extension_name", "") == "arrow.json" and value is not None:
         return json.loads(value)
@@ -476,7 +476,7 @@ def _plain(kind: Any, value: Any) -> Any:
 
 
 def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the columns of a table that hold the keys: no others need to be read."""
+    """Return the table columns that contain the keys: no others need to be read."""
     wanted = {key if key in columns else key.partition(".")[0] for key in keys}
     if not wanted.intersection(columns):
         raise DataError(
@@ -487,8 +487,8 @@ def _columns(path: str, keys: Sequence[str], columns: Sequence[str]) -> list[str
 
 @contextlib.contextmanager
 def _damage(path: str) -> Iterator[None]:
-    """Turn an error of pyarrow, which has many classes, or of a JSON column into an error of the
-    file."""
+    """Convert an error of pyarrow, which has many classes, or of a JSON column to an error about
+    the file."""
     try:
         yield
     except RunError:

@@ -1,11 +1,11 @@
-"""The pieces of the work: parts of the input of a fixed size, whatever the number of processes that
-make them.
+"""Make pieces of the work: parts of the input of a fixed size, whatever the number of processes.
 
 A finished piece is a pair in the work folder, `<key>.bin` and `<key>.idx`, with `<key>.hashes` (128
-bits of each document's text, if duplicates are to be left out) and the record `<key>.json`, which
-appears last and holds the digests of the other files. The key depends on all that the tokens depend
-on, so a later start keeps every piece that it needs, even if other files or options have
-changed."""
+bits of each document's text, if duplicates are to be removed) and the record `<key>.json`, which
+appears last and contains the other files' digests. The key depends on everything that the tokens
+depend on, so a later start keeps every piece that it needs, even if other files or options have
+changed.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from megatron_lite.data.workers import end_with_parent, how_it_ended, ignore_sig
 from megatron_lite.errors import DataError, PeerError
 from megatron_lite.run.host import limit_tokenizer_threads
 
-# of one call of the tokenizer: its threads share a batch, and its result is in memory
+# Characters per call of the tokenizer: its threads share a batch, and its result is in memory.
 BATCH_CHARACTERS = 1 << 20
-ABSENT = "none"  # of --begin_of_document and --end_of_document
+ABSENT = "none"  # value of --begin_of_document and --end_of_document
 SMALLEST_PIECE_BYTES = 2 << 20
 LARGEST_PIECE_BYTES = 512 << 20
-USUAL_PIECES = 4096  # of a corpus between 8 GB and 2 TB
-MOST_SPANS = 4096  # of one piece
-LIGHT_BYTES = 200_000_000  # of an input for which fastokens needs no workers: a few seconds
+USUAL_PIECES = 4096  # in a corpus between 8 GB and 2 TB
+MOST_SPANS = 4096  # per piece
+LIGHT_BYTES = 200_000_000  # Size of an input for which fastokens needs no workers: a few seconds.
 # Version of the rules by which files become documents and these become tokens. Raise it with every
-# change that can give other tokens: work and text caches of older rules are then not found, and
-# their pairs are known by their summary.
+# change that can give other tokens: work and text caches from older rules are then not found, and
+# their pairs are recognized by their summary.
 RULES = 2
 HASH_BYTES = 16
 CHUNK_BYTES = 1 << 24
 Progress = Callable[[int, int, int], None]  # bytes read, documents and tokens since the last call
-# A worker's process, the input file that it reads, and the numbers of a `Progress`.
+# A worker's process, the input file that it reads, and the arguments of a `Progress`.
 Message = tuple[int, str, int, int, int]
 POLL_S = 0.1
 _WORKER: ContextVar[tuple[PieceWriter, SimpleQueue[Message]]] = ContextVar(
@@ -80,16 +80,16 @@ class Encoding:
     begin: int | None
     end: int | None
     special_tokens: bool
-    unknown: int | None = None  # token for what the tokenizer does not know
+    unknown: int | None = None  # token for text unknown to the tokenizer
 
     @property
     def dtype(self) -> str:
-        """The smallest dtype of token files that holds every token id."""
+        """The smallest dtype of token files for every token id."""
         return smallest_dtype(self.vocab_size)
 
 
 def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
-    """Group texts into lists of about so many characters."""
+    """Group texts into lists of about this many characters."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -104,19 +104,19 @@ def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterato
 
 @dataclass(frozen=True)
 class Recipe:
-    """All but the input that the content of a piece depends on."""
+    """All but the input that a piece's content depends on."""
 
     encoding: Encoding
-    versions: dict[str, str]  # of all that makes the ids; of fastokens if it is used
+    versions: dict[str, str]  # of everything that determines the ids; of fastokens if it is used
     fields: TextFields
     strict: bool
     hashes: bool
-    most_documents: int | None  # that any piece needs to hold
+    most_documents: int | None  # the most that any piece needs
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the work: spans that follow each other."""
+    """A part of the work: consecutive spans."""
 
     key: str
     spans: tuple[Span, ...]
@@ -124,7 +124,7 @@ class Piece:
 
 @dataclass
 class Record:
-    """The result of a piece; of one that --strict stopped, only what was found."""
+    """A piece's result; if --strict stopped it, only what was found."""
 
     documents: int
     tokens: int
@@ -162,7 +162,7 @@ def _piece(spans: list[Span], recipe: Recipe) -> Piece:
 
 
 def finished(folder: Path, key: str) -> Record | None:
-    """Return the record of a finished piece whose files are as they were written, else None."""
+    """Return the record of a finished piece whose files are unchanged, else None."""
     try:
         values = json.loads((folder / f"{key}.json").read_bytes())
         faults = [Fault(**fault) for fault in values["found"].pop("first_faults")]
@@ -189,7 +189,7 @@ class PieceWriter:
     """Makes pieces in a work folder."""
 
     def __init__(self, folder: Path, recipe: Recipe, fast: FastTokenizer | None = None) -> None:
-        """fast: the tokenizer, if the recipe names fastokens and it is loaded already."""
+        """fast: the tokenizer, if the recipe names fastokens and it is already loaded."""
         self.folder = folder
         self.recipe = recipe
         self.fast = fast
@@ -206,7 +206,7 @@ class PieceWriter:
         return FastTokenizer(found) if FAST in self.recipe.versions else found
 
     def make(self, piece: Piece, on_progress: Progress) -> Record:
-        """Return the record of a piece, which is made unless it is finished. on_progress: called
+        """Return a piece's record, making the piece unless it is finished. on_progress: called
         after each batch.
 
         Raises:
@@ -228,7 +228,7 @@ class PieceWriter:
         return record
 
     def _write(self, prefix: str, reading: Reading, on_progress: Progress) -> Record:
-        """Write the files of a piece; return its record."""
+        """Write a piece's files; return its record."""
         text_bytes = 0
         read_bytes = 0
         silent = 0
@@ -261,7 +261,7 @@ class PieceWriter:
             replace_file(Path(prefix + ".hashes"), b"".join(hashes))
             digests[".hashes"] = digest_of(Path(prefix + ".hashes"))
         total = sum(span.size_bytes for span in reading.spans)
-        # trailing faults, and what --max_documents leaves out
+        # trailing faults, and documents beyond --max_documents
         on_progress(total - read_bytes, 0, 0)
         return Record(
             writer.num_documents,
@@ -273,8 +273,8 @@ class PieceWriter:
         )
 
     def _encode(self, texts: Sequence[str], before: int) -> Flat:
-        """Return the tokens of documents, of which `before` came before, in one array, and each
-        size, (len(texts),)."""
+        """Return the tokens of documents, after `before` others, in one array, and their sizes,
+        (len(texts),)."""
         tokenizer, encoding = self._tokenizer, self.recipe.encoding
         if isinstance(tokenizer, FastTokenizer) and not any(ODD in text for text in texts):
             ids, places = tokenizer.encode_flat(texts, before)
@@ -296,15 +296,15 @@ class PieceWriter:
 def make_pieces(
     pieces: Sequence[Piece], writer: PieceWriter, num_processes: int, on_progress: Progress
 ) -> Iterator[Record]:
-    """Yield the record of each piece, in their order; close the generator to stop the workers.
+    """Yield each piece's record, in order; close the generator to stop the workers.
 
     A single piece is worked on in this process, whose tokenizer uses all cores. With fastokens, so
     is a small input; a large one has half as many workers, of two threads each, because each loads
     both libraries.
 
     Raises:
-        UnfitError: if fastokens is found to be no match for `tokenizers`.
-        DataError: the one of the first piece that has one.
+        UnfitError: if fastokens does not match `tokenizers`.
+        DataError: the first failed piece's.
         StorageError: if the work folder cannot be written.
         PeerError: if a worker dies.
     """
@@ -316,7 +316,7 @@ def make_pieces(
     if pipes or len(pieces) <= 1 or (is_fast and (count <= 1 or size_bytes < LIGHT_BYTES)):
         yield from (writer.make(piece, on_progress) for piece in pieces)
         return
-    # a fork would copy the threads' locks, held as they are
+    # A fork would copy the threads' locks in their current state.
     context = multiprocessing.get_context("spawn")
     messages: SimpleQueue[Message] = context.SimpleQueue()
     places: dict[int | None, str] = {}  # by process: the file that it reads
@@ -342,7 +342,7 @@ def make_pieces(
 
 
 def _begin(folder: Path, recipe: Recipe, threads: int, messages: SimpleQueue[Message]) -> None:
-    """Set up a worker, which ends when the main process does, in the middle of a piece."""
+    """Set up a worker, which ends when the main process does, even in the middle of a piece."""
     ignore_signals()
     limit_tokenizer_threads(threads)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -350,7 +350,7 @@ def _begin(folder: Path, recipe: Recipe, threads: int, messages: SimpleQueue[Mes
 
 
 def _make(piece: Piece) -> Record:
-    """Make a piece in a worker, and tell the main process how far it is."""
+    """Make a piece in a worker, and report progress to the main process."""
     writer, messages = _WORKER.get()
 
     def tell(read_bytes: int, documents: int, tokens: int) -> None:
@@ -361,8 +361,8 @@ def _make(piece: Piece) -> Record:
 
 
 def _lost(workers: Sequence[BaseProcess], places: dict[int | None, str]) -> PeerError:
-    """Say which worker died. The others ignore the SIGTERM that the pool sends them then, or end
-    with exit code 0."""
+    """Return an error that names the dead worker. The others ignore the pool's SIGTERM, or end with
+    exit code 0."""
     deadline_s = time.monotonic() + 5
     while (
         not (dead := [worker for worker in workers if worker.exitcode])

@@ -1,7 +1,7 @@
 """Prepare a corpus: plan the pieces, make them, assemble the pair. A second start continues where
 the first stopped.
 
-Nothing in the result depends on the number of processes, nor on how often the work was interrupted.
+The result depends neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from megatron_lite.run.durable_files import lock_file
 from megatron_lite.run.host import limit_tokenizer_threads
 from megatron_lite.run.progress_line import ByteProgress
 
-LOCK = "lock"  # in the work folder, `<prefix>.partial`, as the next
-PUBLISHED = "publishing"  # from here on, files under the final names are this work's own
+LOCK = "lock"  # in the work folder, `<prefix>.partial`, like the next
+PUBLISHED = "publishing"  # from here on, files under the final names belong to this work
 
-# Tokens that are counted at a time: numpy converts them to 64 bits, which takes ten times as long
-# beyond the caches.
+# Tokens counted at a time: numpy converts them to 64 bits, which takes ten times as long beyond the
+# caches.
 COUNTED = 1 << 18
-_POLL_S = 0.2  # while another process holds the work folder
+_POLL_S = 0.2  # while another process owns the work folder
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """Everything that the user chooses."""
+    """All user options."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -74,14 +74,14 @@ class CorpusOptions:
     validation_documents: int = 0
     shards: int = 1
     deduplicate: bool = False
-    piece_bytes: int | None = None  # None: chosen by the size of the input
+    piece_bytes: int | None = None  # None: chosen by the input's size
     on_wait: Callable[[], None] | None = (
         None  # for another process that prepares the same; None: refuse
     )
 
     @property
     def outputs(self) -> list[str]:
-        """The prefix of each pair."""
+        """Each pair's prefix."""
         prefix, count = self.output_prefix, self.shards
         shards = (
             [prefix] if count == 1 else [f"{prefix}-{n:05d}-of-{count:05d}" for n in range(count)]
@@ -90,12 +90,12 @@ class CorpusOptions:
 
     @property
     def masks(self) -> list[str]:
-        """The prefix of the loss mask of each pair."""
+        """Each pair's loss mask prefix."""
         return [prefix + "_mask" for prefix in self.outputs] if self.fields.marked else []
 
 
 def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
-    """Write the pairs of a corpus; return its summary, and whether there was anything to do.
+    """Write a corpus's pairs; return its summary, and whether there was anything to do.
 
     Raises: RunError: usage, data, storage, or a worker that died. Finished pieces are kept.
     """
@@ -114,7 +114,7 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
             remove(folder)
             return summary, False
         try:
-            # not before: another process may have been about to publish
+            # Not before: another process may have been about to publish.
             _check_free(options, folder, fingerprints[0])
             summary = _write(options, files, folder, fingerprints)
         except (DataError, UsageError):
@@ -133,8 +133,7 @@ def prepare(options: CorpusOptions) -> tuple[dict[str, Any], bool]:
 def _write(
     options: CorpusOptions, files: Sequence[InputFile], folder: Path, fingerprints: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the pieces that are missing in the work folder, and publish the pairs; return the
-    summary."""
+    """Make the missing pieces in the work folder, and publish the pairs; return the summary."""
     encoding, tokenizer = options.tokenizer.open(folder, files, options.fields, options.strict)
     limit_tokenizer_threads(options.num_processes)
     fast = options.tokenizer.fast(tokenizer, files, options.fields)
@@ -156,7 +155,7 @@ def _write(
         )
         tokens = int(counts.sum())
         shares = counts[counts > 0] / max(tokens, 1)
-        text_bytes = sum(record.text_bytes for record in records)  # of all documents that were read
+        text_bytes = sum(record.text_bytes for record in records)  # of all documents read
         summary = {
             "documents": sum(writer.num_documents for writer in writers),
             "tokens": tokens,
@@ -196,13 +195,13 @@ def _make(
     encoding: Encoding,
     fast: FastTokenizer | None,
 ) -> tuple[list[Piece], list[Record], Faults, dict[str, str]]:
-    """Make the pieces, as many as the limit of documents needs, all of them anew if fastokens turns
-    out to be wrong.
+    """Write pieces until the document limit is reached; rewrite all if fastokens turns out to be
+    wrong.
 
-    Finished pieces of `tokenizers` are used in any case, so that a start which was killed while it
-    mended goes on.
+    Finished pieces from `tokenizers` are always used, so that a start killed during a rewrite
+    continues.
 
-    Returns: the pieces, their records and faults, and the versions of what made them.
+    Returns: the pieces, their records and faults, and the versions of the software that made them.
     """
     limit = None if options.deduplicate else options.max_documents
     others, finished = {encoding.file.partition(".")[0], PUBLISHED}, _finished(folder)
@@ -254,8 +253,8 @@ def _assemble(
     writers: Sequence[IndexedDatasetWriter],
     vocab_size: int,
 ) -> tuple[NDArray[np.int64], int]:
-    """Copy the chosen documents into the pairs; return the count of each token id, and the number
-    of duplicates."""
+    """Copy the chosen documents into the pairs; return each token id's count, and the number of
+    duplicates."""
     hashes = None
     if options.deduplicate:
         files = [folder / f"{piece.key}.hashes" for piece in pieces]
@@ -280,15 +279,14 @@ def select(
     validation_documents: int,
     shards: int,
 ) -> tuple[NDArray[np.int32], int]:
-    """Choose the pair of each document: a pure function of the documents' order and hashes.
+    """Choose each document's pair: a pure function of the documents' order and hashes.
 
-    Pairs 0 to `shards` - 1 hold equal numbers of consecutive documents. The last one holds the
-    validation documents, if there are any, spread evenly over the corpus.
+    Pairs 0 to `shards` - 1 get equal numbers of consecutive documents. The last one gets the
+    validation documents, if any, spread evenly over the corpus.
 
-    hashes: (n,); the first document of each hash stays.
+    hashes: (n,); the first document of each hash is kept.
 
-    Returns: (n,) the number of the pair, or -1 for a document that is left out; and the number of
-    duplicates.
+    Returns: (n,) the pair's number, or -1 for a dropped document; and the number of duplicates.
     """
     kept = (
         np.arange(num_documents)
@@ -318,12 +316,11 @@ def write_pairs(
     writers: Sequence[IndexedDatasetWriter],
     vocab_size: int,
 ) -> NDArray[np.int64]:
-    """Copy the documents of all pieces into the pairs that `output` names, without publishing
-    these.
+    """Copy the documents of all pieces into the pairs that `output` names, without publishing them.
 
     Returns: how often each token id occurs in the pairs, (vocab_size,).
 
-    Raises: StorageError if a piece is not as it was written, or a pair cannot be written.
+    Raises: StorageError if a piece has changed since it was written, or a pair cannot be written.
     """
     frequencies = np.zeros(vocab_size, np.int64)
     done = 0
@@ -366,8 +363,8 @@ def _damaged(path: str) -> StorageError:
 def _publish(
     prefix: str, writers: Sequence[IndexedDatasetWriter], summary: dict[str, Any], tokenizer: Path
 ) -> None:
-    """Give all files their names: each .idx after its .bin, and all after the summary and the
-    tokenizer."""
+    """Rename all files to their final names: each .idx after its .bin, and all after the summary
+    and the tokenizer."""
     files = summary["files"] = {}
     writers = [*writers, *(writer.mask for writer in writers if writer.mask is not None)]
     for writer in writers:
@@ -377,7 +374,7 @@ def _publish(
             "sha256": writer.digest,
         }
         files[name + ".idx"] = {"bytes": index.stat().st_size, "sha256": digest_of(index)}
-    for writer in writers:  # old tokens beside a new tokenizer must not be usable
+    for writer in writers:  # old tokens must not be usable with a new tokenizer
         with writing(writer.prefix + ".idx"):
             Path(writer.prefix + ".idx").unlink(missing_ok=True)
     replace_file(Path(prefix + ".tokenizer.json"), tokenizer.read_bytes())
@@ -385,7 +382,7 @@ def _publish(
     conversations = summary["options"].get("conversations")
     config = conversations["template"].config if conversations else config
     path = Path(prefix + ".tokenizer_config.json")
-    path.unlink(missing_ok=True)  # of another tokenizer
+    path.unlink(missing_ok=True)  # for another tokenizer
     if config:
         replace_json(path, config)
     replace_json(Path(prefix + SUMMARY), summary)
@@ -395,12 +392,11 @@ def _publish(
 
 @contextlib.contextmanager
 def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Make a work folder and hold it for a block; the system gives it up when the process ends,
-    however it ends.
+    """Create a work folder and own it for a block; the system releases it however the process ends.
 
-    on_wait: called once if another process holds the folder, which is then waited for.
+    on_wait: called once if another process owns the folder; then wait for it.
 
-    Raises: StorageError if the folder cannot be made; without `on_wait`, if another process holds
+    Raises: StorageError if the folder cannot be created; without `on_wait`, if another process owns
     it.
     """
     descriptor, waits = -1, False
@@ -433,7 +429,7 @@ def held(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
 
 
 def _sweep(folder: Path, keys: Collection[str]) -> None:
-    """Delete pieces that are not among `keys`, and whatever else a killed process has left."""
+    """Delete pieces that are not among `keys`, and other remains of killed processes."""
     for path in folder.iterdir():
         if path.name != LOCK and path.name.partition(".")[0] not in keys:
             with contextlib.suppress(OSError):
@@ -441,7 +437,7 @@ def _sweep(folder: Path, keys: Collection[str]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder that this process holds; the lock goes last."""
+    """Remove a work folder that this process owns, the lock last."""
     with contextlib.suppress(OSError):
         _sweep(folder, ())
         shutil.rmtree(folder)
@@ -457,8 +453,8 @@ def _finished(folder: Path) -> set[str]:
 
 
 def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[str, str]]:
-    """Return the versions of all that makes ids: without fastokens, which always serves, and with
-    it if it may."""
+    """Return the versions of all software that determines ids: without fastokens, which always
+    works, and with it if allowed."""
     import tokenizers
 
     found = [{"megatron_lite": __version__, "tokenizers": tokenizers.__version__}]
@@ -468,7 +464,7 @@ def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[s
 
 
 def describe_inputs(files: Sequence[InputFile]) -> dict[str, Any]:
-    """Return the number and the bytes of the input files, and a digest of their names and sizes."""
+    """Return the number and bytes of the input files, and a digest of their names and sizes."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.path}\0{file.size_bytes}\n".encode(errors="surrogateescape"))
@@ -496,8 +492,7 @@ def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[
     """Return digests of all that the result depends on: names, sizes and times of the inputs,
     tokenizer, options.
 
-    The first is that of `tokenizers`, whose pair serves always; the second, if there is one, that
-    of fastokens.
+    The first is for `tokenizers`, whose pair always works; the second, if any, is for fastokens.
     """
     found = []
     for versions in _versions(options, files):
@@ -511,8 +506,8 @@ def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[
 
 
 def _check_free(options: CorpusOptions, folder: Path, fingerprint: str) -> None:
-    """Refuse to overwrite files, except those that this very work was publishing when it was
-    interrupted."""
+    """Refuse to overwrite files, except those that an interrupted start of this same work was
+    publishing."""
     if options.overwrite:
         return
     with contextlib.suppress(OSError):

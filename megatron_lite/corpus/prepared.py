@@ -1,4 +1,4 @@
-"""A prepared pair, with its summary and tokenizer: show its content, and verify all of it."""
+"""Show and verify a prepared pair, with its summary and tokenizer."""
 
 from __future__ import annotations
 
@@ -28,27 +28,26 @@ from megatron_lite.errors import DataError, spelled
 
 TOKENS_PER_READ = 1 << 22
 SUMMARY, TOKENIZER = ".summary.json", ".tokenizer.json"  # after a prefix
-MOST_COUNTED = 100_000_000  # tokens; the first ones of a larger pair
+MOST_COUNTED = 100_000_000  # tokens; the first ones in a larger pair
 FREQUENT = 10
 LARGEST_TOKEN = 1 << 26
 SHOWN_CHARACTERS = 160
 SHOWN_TOKENS = 1000  # decoded at each end of a document
 BAR_WIDTH = 40
-# of a corpus: the end of a prefix
+# in a corpus: the end of a prefix
 _PART = re.compile(r"(-[0-9]{5}-of-[0-9]{5}|_validation)?(_mask)?\Z")
 
 
 def _summary_of(prefix: str) -> tuple[str, JsonObject]:
-    """Return the prefix of the corpus that a pair belongs to, and its summary; {} if it cannot be
-    read."""
+    """Return the prefix of a pair's corpus, and its summary; {} if it cannot be read."""
     candidates = prefix, _PART.sub("", prefix)
     base = next((base for base in candidates if Path(base + SUMMARY).exists()), prefix)
     return base, read_object(Path(base + SUMMARY))
 
 
 def files_beside(prefix: str) -> list[str]:
-    """Return the files that a pair may have beside it: its loss mask, and its summary and tokenizer
-    or its corpus's."""
+    """Return the files that may accompany a pair: its loss mask, and its own or its corpus's
+    summary and tokenizer."""
     ends = (SUMMARY, TOKENIZER, ".tokenizer_config.json")
     corpora = dict.fromkeys([prefix, _PART.sub("", prefix)])
     return [
@@ -59,15 +58,13 @@ def files_beside(prefix: str) -> list[str]:
 
 
 def older_summary(prefix: str) -> JsonObject:
-    """Return the summary of a pair that was prepared under other rules than today's; {} for any
-    other pair."""
+    """Return the summary of a pair prepared under older rules; {} for any other pair."""
     summary = _summary_of(prefix)[1]
     return {} if summary.get("rules") == RULES else summary
 
 
 def outdated(prefixes: Iterable[str]) -> Iterator[str]:
-    """Yield warnings about pairs to which the rules that have changed since may have given other
-    tokens."""
+    """Yield warnings about pairs whose tokens may differ under rules changed since."""
     for prefix in dict.fromkeys(prefixes):
         if older_summary(prefix):
             yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"
@@ -77,7 +74,7 @@ class KnownTokenizer(NamedTuple):
     name: str
     sha256: str
     size: int  # of the vocabulary
-    file: Path  # perhaps missing
+    file: Path  # possibly missing
     source: str = ""  # digest of the tokenizer.json that this one was made from
     end: int | None = None  # the token that ends a document; None: unknown, or none
 
@@ -85,8 +82,8 @@ class KnownTokenizer(NamedTuple):
         return f"{self.name} ({self.size:,} tokens, SHA-256 {self.sha256[:8]})"
 
     def encodes_like(self, other: KnownTokenizer) -> bool:
-        """Whether both give a text the same ids; files that differ in form are compared by what
-        they say."""
+        """Return whether both give a text the same ids; files that differ in form are compared by
+        content."""
         same = self.sha256 in (other.sha256, other.source)
         if same or not (has_tokenizer(self.file) and has_tokenizer(other.file)):
             return same
@@ -106,8 +103,8 @@ def known_tokenizer(file: str, name: str) -> KnownTokenizer:
 def check_tokenizer(
     prefixes: Iterable[str], vocab_size: int, expected: KnownTokenizer | None
 ) -> tuple[KnownTokenizer | None, list[str]]:
-    """Compare the tokenizer of every pair, by its summary, with the expected one, or else with that
-    of the first pair.
+    """Compare each pair's tokenizer, by its summary, with the expected one, or else with the first
+    pair's.
 
     Returns: the latter, and the pairs without a summary. Raises: DataError: one line that names
     both tokenizers.
@@ -134,12 +131,11 @@ def check_tokenizer(
 
 
 def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
-    """Return --loss_mask and --tokenizer_file of these pairs, as far as their summaries name
-    them."""
+    """Return --loss_mask and --tokenizer_file for these pairs, if their summaries name them."""
     found, masks = dict[str, str | tuple[str, ...]](), list[str]()
     for prefix in prefixes:
         base, summary = _summary_of(prefix)
-        files = summary.get("files", ())  # which may have had another name when they were written
+        files = summary.get("files", ())  # which may have had another name when written
         masked = any(file.removesuffix(".bin") + "_mask.bin" in files for file in files)
         masks.append(f"{prefix}_mask" if masked else NO_MASK)
         if "tokenizer_sha256" in summary:
@@ -148,8 +144,8 @@ def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
 
 
 def is_complete(prefix: str, fingerprints: Collection[str]) -> JsonObject | None:
-    """Return the summary of a corpus that was prepared with one of these, if all its files are
-    there, else None."""
+    """Return the summary of a corpus prepared with one of these fingerprints, if all its files
+    exist, else None."""
     summary = read_object(Path(prefix + SUMMARY))
     if summary.get("fingerprint") not in fingerprints:
         return None
@@ -236,9 +232,9 @@ def _documents(dataset: IndexedDataset, tokenizer: JsonTokenizer | None) -> Iter
 
 
 def verify(prefix: str) -> str:
-    """Check everything that can be checked; return one line that says what was.
+    """Check everything that can be checked; return a line that lists it.
 
-    Raises: DataError at the first fact that is not as it should be.
+    Raises: DataError at the first wrong fact.
     """
     dataset, (base, summary) = IndexedDataset(prefix), _summary_of(prefix)
     dataset.check()  # opening a large index checks a sample of its entries

@@ -1,5 +1,5 @@
-"""Data and models in remote storage: copied into a cache, and found there while they are unchanged
-at their source."""
+"""Copy data and models in remote storage into a cache, and reuse them while their source is
+unchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.remote_storage import Storage, failure
 
-RECORD = "copied.json"  # in a copy's folder: what the store told of each whole file
+RECORD = "copied.json"  # in a copy's folder: the store's entry for each complete file
 PAGES = (".html", ".htm")
 WEB_FOLDER = "of a folder in the web give files, {one,two}.txt, or a pattern, *.txt, if the server lists them"
 
 
 def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | None:
-    """Return the folder of copies and of prepared text: --dataset_cache, or one in the experiment
+    """Return the folder for copies and prepared text: --dataset_cache, or one in the experiment
     directory, if any."""
     return chosen or (
         str(Path(experiment_dir, "dataset_cache")) if experiment_dir is not None else None
@@ -36,16 +36,17 @@ def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | Non
 
 
 def local_copy(address: str, flag: str, cache: str | None) -> str:
-    """Return the path of a copy of what an address names: a file, a folder, a pattern's files, or a
-    prefix's pair with what is beside it.
+    """Return the path of a copy of an address: a file, a folder, a pattern's files, or a prefix's
+    pair and its companions.
 
-    A local path is returned, without `file://`. A copy that was cut goes on at the byte where it
-    was cut.
+    A local path is returned, without `file://`. An interrupted copy continues at the byte where it
+    stopped.
 
     Raises:
-        UsageError: for an address without a place (cache), or without the package of the store.
+        UsageError: for an address without a place (cache), or without the store's package.
         DataError: if nothing is there, it cannot be read, or a name in the store leads out of the
-        copy. StorageError: if the cache cannot be written.
+            copy.
+        StorageError: if the cache cannot be written.
     """
     address = re.sub("^(file|local)://", "", address)
     if "://" not in address:
@@ -89,7 +90,7 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
 
 
 def _found(storage: Storage, there: str) -> dict[str, Mapping[str, Any]]:
-    """Return what the store tells of the files of an address, of many with one question."""
+    """Return the store's entries for an address's files, with one request for many."""
     if glob.has_magic(there):
         return dict(storage.call("glob", there, detail=True))
     if storage.call("exists", f"{there}.idx"):
@@ -103,8 +104,8 @@ def _found(storage: Storage, there: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], folder: Path) -> int:
-    """Bring the folder up to date with its source; return the bytes copied. files: what the store
-    tells of each."""
+    """Bring the folder up to date with its source; return the bytes copied. files: the store's
+    entries."""
     record, num_bytes = read_object(folder / RECORD), 0
     for name, told in files.items():
         path = inside(folder, folder / name)
@@ -139,10 +140,9 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
 def _append(
     storage: Storage, there: str, told: Mapping[str, Any], part: Path, goes_on: bool
 ) -> int:
-    """Append to a part of a file what is missing; return its length. told: what the store tells of
-    the file.
+    """Append the missing rest to a partial file; return its length. told: the store's entry.
 
-    A failure is tried again as long as each try brings bytes.
+    A failure is retried as long as each attempt brings bytes.
     """
     with open(part, "ab" if goes_on else "wb") as file:
         while True:
@@ -160,7 +160,7 @@ def _append(
 
 
 def _version(told: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file: of several facts the first, as listings round times
+    """Return what a store changes with a file: the first of several facts, as listings round times
     differently."""
     keys = ("ETag", "md5Hash", "LastModified", "Last-Modified", "mtime")
     version = next((told[key] for key in keys if told.get(key)), "")

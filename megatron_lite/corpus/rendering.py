@@ -1,5 +1,5 @@
-"""Ask transformers what it makes of tokenizers and conversations: its own special tokens,
-templates, texts and masks.
+"""Ask transformers how it reads tokenizers and conversations: its own special tokens, templates,
+texts and masks.
 
 Imported only by the process of `confined`, once, before any limit counts.
 """
@@ -31,7 +31,7 @@ Parts = list[tuple[int, int]]  # of a text, which count
 
 
 def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, list[int]]]]:
-    """Return what AutoTokenizer makes of a folder, without code of its own and without a network.
+    """Return AutoTokenizer's reading of a folder, without the folder's code and without a network.
 
     Returns: the effective tokenizer.json, special tokens by name, its chat templates as in a
     tokenizer_config.json, and texts, among them every added token, with their ids.
@@ -47,7 +47,7 @@ def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, li
             folder, local_files_only=True, trust_remote_code=False
         )
         backend = loaded.backend_tokenizer
-    except Exception as error:  # whatever the files of a stranger lead to
+    except Exception as error:  # untrusted files may lead to anything
         reason = f"cannot be loaded: transformers says {type(error).__name__}: {error}"
         if "trust_remote_code" in str(error):
             reason = "needs its own code, which is never run; save it as a tokenizer.json that needs none"
@@ -63,10 +63,9 @@ def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, li
 
 
 def exported(file: str, model_type: str, folder: str) -> str:
-    """Return what differs between the ids of training and those that AutoTokenizer gives in an
-    export, if anything.
+    """Return how the training's ids differ from AutoTokenizer's in an export, if at all.
 
-    folder: for the tokenizer as exports hold it.
+    folder: for the tokenizer as exports contain it.
     """
     copy_tokenizer(file, folder)
     Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
@@ -83,10 +82,10 @@ def rendered(
     """Return the text, and the parts that the template marks as the assistant's; None: it marks
     nothing.
 
-    prompt: with the beginning of an answer.
+    prompt: append the beginning of an answer.
 
-    template: one, or several as in a tokenizer_config.json. tokens: special tokens by the names
-    that a template uses.
+    template: one, or several as in a tokenizer_config.json. tokens: special tokens by the
+    template's names.
 
     Raises: whatever the template does.
     """
@@ -99,7 +98,7 @@ def rendered(
 
 
 def _chosen(template: Any, tools: Any) -> str:
-    """Choose among named templates as transformers does."""
+    """Choose among named templates like transformers."""
     if isinstance(template, str):
         return template
     named = {entry["name"]: entry["template"] for entry in template}
@@ -109,13 +108,13 @@ def _chosen(template: Any, tools: Any) -> str:
 def spoken(
     template: Any, tokens: Mapping[str, Any], messages: Messages, tools: Any, first: int
 ) -> tuple[str, Parts]:
-    """Return the text, and what the assistant says in it from message `first` on, with the end of
-    each turn.
+    """Return the text, and the assistant's parts from message `first` on, including the end of each
+    turn.
 
-    Without marks, that is what a message adds to the text of those before it and the beginning of
-    an answer.
+    Without marks, a part is what a message adds to the text of the preceding ones and the beginning
+    of an answer.
 
-    Raises: as `rendered`, or DataError if a message changes the text before it.
+    Raises: like `rendered`, or DataError if a message changes the text before it.
     """
 
     def text(count: int, prompt: bool) -> str:
@@ -140,6 +139,6 @@ def spoken(
             )
         said = after[len(before) :]
         if not said.rstrip().endswith(str(content).strip() or NO_MARK):
-            said = said.rstrip()  # white space follows the end of the turn; else it is the end
+            said = said.rstrip()  # white space follows the end of the turn; otherwise it is the end
         spans.append((len(before), len(before) + len(said)))
     return whole, spans

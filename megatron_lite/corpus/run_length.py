@@ -1,5 +1,5 @@
-"""The iterations of a run that is to read a number of tokens or epochs, from what it has read and
-its data."""
+"""Derive the iterations of a run from a number of tokens or epochs, by what it has read and its
+data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_lite.validation.rules import Note
 def with_length(
     config: Config, asked: Config, began: JsonObject | None, world_size: int
 ) -> tuple[Config, tuple[Note, ...]]:
-    """Derive the iterations from --epochs or --train_tokens, and with them the schedule; say so in
-    a note.
+    """Derive the iterations from --epochs or --train_tokens, and the schedule from these; return a
+    note about it.
 
     config: resolved, with pairs as data. asked: as typed. began: see `Choice.began`.
 
-    Raises: DataError as `open_data`; UsageError if the schedule does not fit the iterations.
+    Raises: DataError like `open_data`; UsageError if the schedule does not fit the iterations.
     """
     training = config.training
     tokens, goal = training.train_tokens, f"--train_tokens={training.train_tokens}"

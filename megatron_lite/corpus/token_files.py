@@ -1,9 +1,9 @@
-"""Token files of other programs, and pairs whose index lacks borders of documents, as a pair with
-these borders.
+"""Convert other programs' token files, and pairs whose index lacks document boundaries, to a pair
+with these.
 
-Read are pairs; files of datatrove: `x.ds`, with the end of each document, in tokens, as 64-bit
-integers in `x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT
-and OLMo-core write them, and files of numpy's `save`.
+Reads pairs; datatrove's files: `x.ds`, with the end of each document, in tokens, as 64-bit integers
+in `x.ds.index`; and flat files, whose documents end with a token: raw integers, as nanoGPT and
+OLMo-core write them, and files written by numpy's `save`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TOKENS_PER_READ = 1 << 22
 def convert(
     names: Sequence[str], prefix: str, kind: str | None, end: int | None, overwrite: bool
 ) -> str:
-    """Write the tokens of all files, in their order, into a pair; return what was written.
+    """Write all files' tokens, in order, into a pair; return a summary line.
 
-    kind: of TYPES. end: the token after which documents end, also inside known ones.
+    kind: one of TYPES. end: the token after which documents end, even inside known ones.
 
     Raises: RunError: usage, data or storage.
     """
@@ -62,12 +62,12 @@ def convert(
                     raise DataError(f"{file.path}: a token id is negative: {document.min()}")
                 writer.add_document(document)
         for ending in (SUMMARY, TOKENIZER):
-            Path(prefix + ending).unlink(missing_ok=True)  # of a pair that was there before
+            Path(prefix + ending).unlink(missing_ok=True)  # of an earlier pair
     return f"{prefix}.bin: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens ({writer.dtype.name})"
 
 
 def _opened(path: str, kind: str | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the tokens of a file, and where its documents are known to end."""
+    """Return a file's tokens, and the known ends of its documents."""
     ends = np.array([], np.int64)
     if path.endswith(".bin") and Path(path[:-4] + ".idx").exists():
         pair = IndexedDataset(path[:-4])

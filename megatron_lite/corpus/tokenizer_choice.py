@@ -1,4 +1,5 @@
-"""The tokenizer of a corpus: given or trained on the input, with its begin and end of documents."""
+"""Choose a corpus's tokenizer: given or trained on the input, with its begin and end of
+documents."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ from megatron_lite.data.tokenizing import (
 )
 from megatron_lite.errors import UsageError
 
-# Of input: to load fastokens and prove its ids takes as long as `tokenizers` takes for so much
-# text.
+# Input size: loading fastokens and proving its ids takes as long as `tokenizers` takes for this
+# much text.
 WORTHWHILE_BYTES = 1 << 20
-BYTES, SMALL = "bytes need no library", "the input is small"  # where nobody expects fastokens
+BYTES, SMALL = "bytes need no library", "the input is small"  # reasons not worth a message
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TokenizerChoice:
 
     @property
     def source(self) -> Path:
-        """The file of a given tokenizer."""
+        """A given tokenizer's file."""
         path = Path(self.name)
         return path / "tokenizer.json" if path.is_dir() else path
 
@@ -75,20 +76,20 @@ class TokenizerChoice:
         own = hashlib.sha256(tokenizer_json(self.source)).hexdigest()
         beside = config_beside(self.source)
         files = [beside]  # which may name the end of a document
-        if self.source.name == "tokenizer.json":  # and all that transformers reads
+        if self.source.name == "tokenizer.json":  # and everything that transformers reads
             files += [*files_beside(self.source), beside.with_name("config.json")]
         return "".join([own, *(digest_of(file) for file in files if file.is_file())])
 
     def open(
         self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool
     ) -> tuple[Encoding, JsonTokenizer]:
-        """Train the tokenizer if necessary, put its file into the work folder, find its tokens, and
-        return it, too.
+        """Train the tokenizer if necessary, put its file into the work folder, and return its
+        encoding and itself.
 
         Raises:
             DataError: if it cannot be read or has no end of documents.
-            UsageError: if it lacks a token that the user names, or the vocabulary to train has no
-            possible size.
+            UsageError: if it lacks a token that the user names, or cannot be trained to the
+                requested size.
         """
         path, config = folder / "given.tokenizer.json", {}
         if self.train is not None:
@@ -118,7 +119,7 @@ class TokenizerChoice:
         )
         begin = self._token(given, "begin_of_document", self.begin or ABSENT)
         if self.end not in (None, ABSENT):
-            config = {**config, "eos_token": self.end}  # exports and samples end with it, too
+            config = {**config, "eos_token": self.end}  # exports and samples also end with it
         if config:
             replace_json(
                 path.with_name(path.name.removesuffix("tokenizer.json") + CONFIG_NAME), config
@@ -126,7 +127,7 @@ class TokenizerChoice:
         model = json.loads(path.read_bytes())["model"]
         unknown = model.get("unk_id", given.token_id(model.get("unk_token") or ""))
         is_byte, special_tokens = self.name == BYTE and self.train is None, self.special_tokens
-        if fields.marked:  # the texts spell their special tokens, the last one too
+        if fields.marked:  # the texts spell their special tokens, including the last one
             is_byte = False
             end = None
             special_tokens = True
@@ -136,7 +137,7 @@ class TokenizerChoice:
         ), given
 
     def fast_version(self, files: Sequence[InputFile], fields: TextFields) -> str:
-        """Return the version of fastokens if it may serve. Raises: UnfitError, which says why
+        """Return fastokens' version if it may be used. Raises: UnfitError with the reason if
         not."""
         size_bytes = sum(file.size_bytes for file in files)
         version = next((found.version for found in metadata.distributions(name=FAST)), "")
@@ -158,10 +159,10 @@ class TokenizerChoice:
     def fast(
         self, given: Any, files: Sequence[InputFile], fields: TextFields
     ) -> FastTokenizer | None:
-        """Load fastokens for a JsonTokenizer and prove its ids, or return None and say why, unless
-        nobody expects it.
+        """Load fastokens for a JsonTokenizer and prove its ids, or return None, with a message if
+        the user may expect it.
 
-        Raises: UsageError if the user asks for it in vain.
+        Raises: UsageError if the user requests it in vain.
         """
         try:
             self.fast_version(files, fields)

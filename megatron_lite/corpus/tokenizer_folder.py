@@ -1,9 +1,8 @@
-"""Read a tokenizer for what it says in effect.
+"""Read a tokenizer as it takes effect.
 
-A folder means what transformers makes of it (`rendering.described`). A folder that seems to say no
-more than its tokenizer.json and the names of its special tokens needs no transformers. A file of
-another name means what it says, and so does the tokenizer.json of our exports, as in their
-training.
+A folder means what transformers makes of it (`rendering.described`). A folder that seems to contain
+no more than its tokenizer.json and the names of its special tokens needs no transformers. A file of
+another name is taken literally, and so is the tokenizer.json of our exports, as in their training.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from megatron_lite.errors import DataError, UsageError
 
 LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program="the tokenizer")
 TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.json gives the ids of the training
-# Architectures that leave the choice of the class to the folder.
+# Architectures for which the folder chooses the class.
 FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
 
-# For exports that AutoTokenizer reads by another class, or by special tokens that the training did
-# not know.
+# For exports that AutoTokenizer reads with another class, or with special tokens unknown to the
+# training.
 ADVICE = "load their tokenizer with transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)"
 
 
 def has_library() -> bool:
-    """Return whether there is a transformers that we know, 5 or later."""
+    """Return whether a known version of transformers is installed, 5 or later."""
     try:
         return int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
     except importlib.metadata.PackageNotFoundError:
@@ -61,8 +60,7 @@ def need_library() -> None:
 def effective(path: str) -> TokenizerFiles:
     """Read a tokenizer.json, or `byte`.
 
-    Transformers, if it is there, is asked about every folder, which takes a second of another
-    process.
+    If installed, transformers is asked about every folder, which takes a second in another process.
 
     Raises: DataError if it cannot be read, needs code of its own, or gives other ids than it
         states; UsageError if that takes transformers, which is not installed.
@@ -98,8 +96,8 @@ def effective(path: str) -> TokenizerFiles:
 
 
 def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> threading.Thread:
-    """Begin to compare the tokenizer of a run's exports with the ids of its training; a difference
-    is a warning.
+    """Start to compare the tokenizer in a run's exports with the training's ids; a difference is a
+    warning.
 
     Returns: a thread that waits for the comparison, which `end_process` ends.
     """
@@ -117,8 +115,8 @@ def compare_exports(file: str, model_type: str, warn: Callable[[str], None]) -> 
 
 
 def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
-    """Compare ids of texts with those that transformers gives; return what differs in the shortest,
-    if anything."""
+    """Compare ids of texts with those from transformers; return the shortest text's difference, if
+    any."""
     different = (
         f"{text!r} is {theirs} in transformers, {ours} by tokenizer.json"
         for text, theirs in sorted(stated, key=lambda each: len(each[0]))
@@ -128,8 +126,8 @@ def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
 
 
 def _says_more(folder: Path, added: dict[str, Any]) -> bool:
-    """Say whether the files beside a tokenizer.json state a class, a token, an id or a flag that it
-    does not.
+    """Return whether a tokenizer.json's companion files state a class, a token, an id or a flag
+    that it does not.
 
     added: its added tokens by their content.
     """
@@ -158,7 +156,7 @@ def _says_more(folder: Path, added: dict[str, Any]) -> bool:
 
 
 def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the tokens in a part of a file, which stands under a key, with what it says of each."""
+    """Yield the tokens in a part of a file under `key`, with their stated properties."""
     if isinstance(part, dict) and isinstance(part.get("content"), str):
         flags = {name: value for name, value in part.items() if name != "__type"}
         yield flags | ({"id": int(key)} if key.isdecimal() else {"special": True})
@@ -169,5 +167,5 @@ def _stated(part: Any, key: str) -> Iterator[dict[str, Any]]:
         for value in part:
             yield from _stated(value, key)
     elif not isinstance(part, bool | None) and key.endswith(("_token", "special_tokens")):
-        # a number or a list is none, whatever it means
+        # A number or a list is no token, whatever it means.
         yield {"content": str(part), "special": True}

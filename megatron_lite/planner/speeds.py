@@ -175,8 +175,7 @@ class Speeds:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the computation waits for the host: on a GPU the host runs ahead, on a CPU its
-        time adds up."""
+        """Whether host and computation overlap, as on a GPU; on a CPU the host's time adds up."""
         return self.device_type == "cuda"
 
     def item_s(self, item: Item, dtype: str) -> float:
