@@ -12,7 +12,7 @@ from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOT
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Commands that are also scripts of a checkout.
+# Commands that are also scripts in a checkout.
 SCRIPTS = (
     "prepare_data",
     "generate",
@@ -24,19 +24,19 @@ SCRIPTS = (
     "plot_run",
     "compare_runs",
 )
-LONGEST_WORD = 1000  # characters that a message shows
+LONGEST_WORD = 1000  # characters shown in a message
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 
 STORAGE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENOSPC, ENOTDIR, EPERM, EROFS)
-# Words of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
+# Phrases of CUDA, cuBLAS and NCCL, which allocate memory outside torch's allocator.
 _CUDA_WITHOUT_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",
 )
-# The rest of a word after :// with user or password, or after the name of a key in a query; bounds
-# keep it quick.
+# The rest of a word after :// with user or password, or after a key's name in a query; bounds keep
+# it fast.
 _CREDENTIALS = re.compile(
     r"(?i)(:/+)[^/\s@:]{0,500}(?::\S{0,1000})?@\S*"
     r"|(:/\S{0,1500}?[?&#;][^=&/\s]{0,50}(?:sig|token|key|secret|pass|pw|cred|auth|jwt|bearer)[^=&\s]{0,50}=)\S+"
@@ -46,16 +46,15 @@ LESS_MEMORY = "try a smaller --micro_batch_size, then --zero_stage=2 or 3, more 
 
 
 def without_credentials(text: str) -> str:
-    """Return a text in which `...` hides the rest of each address from its user, password or key
-    on."""
+    """Return a text with each address hidden by `...` from its user, password or key on."""
     return _CREDENTIALS.sub(lambda match: f"{match[1] or match[2]}...", text)
 
 
 def check_addresses(words: Sequence[str]) -> None:
-    """Check that no word of a command line brings a secret in an address, which would be logged and
-    saved.
+    """Check that no word of a command line contains a secret in an address, which would be logged
+    and saved.
 
-    Raises: UsageError for the first that does; the message hides the secret.
+    Raises: UsageError for the first one; the message hides the secret.
     """
     for word in words:
         if (text := without_credentials(word)) != word:
@@ -66,15 +65,15 @@ def check_addresses(words: Sequence[str]) -> None:
 
 
 def as_installed(text: str) -> str:
-    """Return a text with the command that pip installs for each script that it names, unless there
-    is a checkout."""
+    """Return a text with pip's command instead of each script that it names, unless there is a
+    checkout."""
     if (Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py").is_file():
         return text
     return re.sub(rf"(?:python )?scripts/({'|'.join(SCRIPTS)})\.py", r"megatron_lite \1", text)
 
 
 def spelled(text: str, kept: str = "") -> str:
-    """Return a text with control characters spelled, but `kept`: a document must not steer a
+    """Return a text with control characters escaped, except `kept`: a document must not control a
     terminal."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
@@ -88,11 +87,11 @@ class RunError(ValueError):
     experiment_dir: str | None = None  # where a command-line error may write exit.json
 
     def __str__(self) -> str:
-        """Return the message with control characters escaped: a name in a downloaded file must not
-        steer a terminal.
+        """Return the message with control characters escaped: a downloaded file's name must not
+        control a terminal.
 
         A word that would fill a screen is cut, and a secret in an address is hidden: a file may
-        hold one.
+        contain one.
         """
         said = without_credentials(as_installed(super().__str__()))
         return spelled(re.sub(rf"\S{{{LONGEST_WORD + 1},}}", _beginning, said), "\n")
@@ -110,8 +109,8 @@ class UsageError(RunError):
 
 
 class LauncherError(UsageError):
-    """Contradictory variables of the launcher: the rank may be wrong too, so every process prints
-    the error."""
+    """Contradictory launcher variables: the rank may be wrong too, so every process prints the
+    error."""
 
     agreed = False
 
@@ -144,8 +143,8 @@ class PeerError(RunError):
     """Another rank died or stopped answering."""
 
     exit_code = 6
-    detail = ""  # the backend's words
-    names_rank = False  # whether the message says which rank it was
+    detail = ""  # the backend's message
+    names_rank = False  # whether the message names the rank
 
 
 class WorkerError(RunError):
@@ -155,7 +154,7 @@ class WorkerError(RunError):
 
 
 class UnreachableError(PeerError):
-    """Nothing is heard from a machine, so that no save of all ranks can end."""
+    """A machine is silent, so that no save of all ranks can end."""
 
     names_rank = True
 
@@ -187,7 +186,7 @@ class OutOfMemoryError(RunError):
     """The device or the host ran out of memory."""
 
     exit_code = 7
-    free_bytes = 0  # what a run that was refused could have had, per rank
+    free_bytes = 0  # what a refused run could have had, per rank
     remedies: Sequence[Remedy] = ()  # in the order in which to try them
     snapshot = ""  # file with what was allocated on the GPU
 
@@ -204,7 +203,7 @@ class OutOfMemoryError(RunError):
         return lines
 
     def details(self) -> dict[str, Any]:
-        """Return what exit.json holds in addition to the message."""
+        """Return exit.json's content in addition to the message."""
         found = {
             "advice": [remedy._asdict() for remedy in self.remedies],
             "memory_snapshot": self.snapshot,
@@ -220,8 +219,8 @@ class StorageError(RunError):
 
 
 class FolderLostError(StorageError):
-    """An experiment directory that does not exist, or is not or no longer this run's: nothing may
-    be written there."""
+    """An experiment directory that does not exist or is not this run's (any more): nothing may be
+    written there."""
 
     recorded = False
 
@@ -236,14 +235,14 @@ def lost_peer(
     error: BaseException,
     message: str = "another rank died or stopped answering; see its own message",
 ) -> PeerError:
-    """Return the error that the user sees for a backend's error about a peer."""
+    """Return the error to show for a backend's error about a peer."""
     lost = PeerError(message)
     lost.detail = " ".join(str(error).split())[:500]
     return lost
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a backend's error means that another rank is gone, rather than that this rank
+    """Return whether a backend's error means that another rank is gone, not that this rank
     failed."""
     own_fault = ("ncclInvalidUsage", "ncclUnhandledCudaError", "ncclSystemError", "out of memory")
     if any(sign in str(error) for sign in own_fault):
@@ -299,4 +298,4 @@ def as_run_error(error: BaseException, less_memory: str = LESS_MEMORY) -> RunErr
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be used; the message names the file and the reason."""
+    """An unusable checkpoint; the message names the file and the reason."""

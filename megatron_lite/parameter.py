@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.config.system import DTYPES as DTYPE_NAMES
 from megatron_lite.tiles import WHOLE, Split, Tile, name_part
 
-# Dtypes of weights by their names in flags, and the names of these dtypes in safetensors files.
+# Dtypes of weights by their names in flags, and their names in safetensors files.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, names.torch) for name, names in DTYPE_NAMES.items()
 }
@@ -42,7 +42,7 @@ class Initializer:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Description of a parameter for the partitioner, the optimizer and checkpoints."""
+    """A parameter's description for the partitioner, the optimizer and checkpoints."""
 
     name: str  # global and stable: checkpoints and initial values depend on it
     shape: tuple[int, ...]  # global
@@ -64,7 +64,7 @@ class ParameterSpec:
 
     @functools.cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """Tiles that this rank of the tensor-parallel group holds, in the order of its memory."""
+        """Tiles of this tensor-parallel rank, in the order of its memory."""
         return self.split.tiles(self.name, self.shape)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class ParameterSpec:
             tile.view(flat).copy_(local[tile.offset : tile.end].view(tile.rows, tile.width))
 
     def on(self, rank: int) -> ParameterSpec:
-        """Return the spec for a rank of the tensor-parallel group.
+        """Return the spec for a tensor-parallel rank.
 
         The last parts of a padded parameter are shorter and have more padding, so all parts take
         the same memory.
@@ -148,7 +148,7 @@ class Parameter(torch.nn.Parameter):
     later: list[Callable[[], None]] | None = (
         None  # collects products for weight gradients; None: compute them at once
     )
-    # what layers derive from the weights in the stage's buffer; emptied by the next gather
+    # values that layers derive from the weights in the stage's buffer; emptied by the next gather
     casts: dict[str, Any]
 
     def begin_gradient(self) -> bool:
@@ -158,8 +158,8 @@ class Parameter(torch.nn.Parameter):
 
 
 class Function(torch.autograd.Function):
-    """A forward pass with its backward pass. No layer uses functorch, so `apply` skips the checks
-    that serve it."""
+    """An autograd function without functorch: no layer uses it, so `apply` skips the checks that
+    serve it."""
 
     apply = torch._C._FunctionBase.__dict__["apply"]
 
@@ -172,8 +172,8 @@ def declare(spec: ParameterSpec) -> Parameter:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the rows of
-    zeros after it.
+    """Return a view (v + rows, h) of a parameter (v, h) or its gradient that includes the zero rows
+    after it.
 
     These rows belong to the padding of the stage's flat range: they stay zero, receive zero
     gradients, and are neither saved nor exported. Only the kernels that compute with them know
@@ -187,8 +187,8 @@ def backward(output: Tensor, grad: Tensor | None) -> None:
     """Run the backward pass of `output` from its gradient; None: `output` is the loss. Gradients
     must be enabled.
 
-    Calls the engine as `torch.autograd.backward` does, which would first import a library for
-    symbolic shapes: 0.4 s before the first step.
+    Calls the engine like `torch.autograd.backward`, which would first import a library for symbolic
+    shapes: 0.4 s before the first step.
     """
     torch.autograd.Variable._execution_engine.run_backward(
         (output,),

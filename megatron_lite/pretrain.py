@@ -1,7 +1,7 @@
-"""Pretraining: join the other ranks, set up, train in a `with` block, and close the run or report
-an error.
+"""Pretrain: join the other ranks, set up, train in a `with` block, and close the run or report an
+error.
 
-Either way, rank 0 leaves an HTML report.
+Either way, rank 0 writes an HTML report.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pretrain(
 ) -> int:
     """Train as configured and return the exit code, which exit.json repeats.
 
-    notes: of the command line, logged below the banner. environment: variables of
+    notes: from the command line, logged below the banner. environment: variables of
     --export_callback_env. launcher: ends this process if torchrun dies. asked: `config` as typed.
     """
     with opened(config, notes, environment, launcher, asked) as run:
@@ -149,7 +149,7 @@ def opened(
             if run.memory_history is not None and not (
                 isinstance(error, OutOfMemoryError) and error.snapshot
             ):
-                run.memory_history.finish()  # a snapshot would have the history already
+                run.memory_history.finish()  # a snapshot would contain the history already
             run.callback.close(0.0)
             end_process()
             run.data.close()  # workers that are still starting would outlive this process
@@ -189,7 +189,7 @@ def with_remedies(
         or distributed is None
         or not str(expected).startswith(OUT_OF_MEMORY)
     ):
-        return error  # another kind of error, or one of our own messages, which name a fix already
+        return error  # another kind of error, or one of our own messages, which already name a fix
     reason = str(expected).removesuffix(f"; {LESS_MEMORY}")
     on_gpu = distributed.device.type == "cuda"
     snapshot = ""
@@ -262,7 +262,7 @@ def close(run: Run, code: int, message: str) -> None:
         mirror, limit_s = run.mirror, run.config.distributed.startup_timeout / 2
         stop = None if code == EXIT_PREEMPTED else run.stop
         rank_0_works(distributed, lambda: mirror.close(limit_s, stop) if mirror else None)
-    # now, as a trace may take longer to write than a stopped run has left
+    # now, as writing a trace may take longer than a stopped run has left
     if run.profiles is not None:
         run.profiles.close()
     log_ending(run, message)
@@ -285,7 +285,7 @@ def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
     """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run
     without records.
 
-    failed: the run ends with an error, which must stay the last line, so log nothing.
+    failed: the run ends with an error, which must be the last line, so log nothing.
     """
     root = run.experiment.root
     if root is None or not run.config.run.report or run.distributed.rank != 0:

@@ -11,5 +11,5 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def dropout_seed(seed: int, iteration: int, micro_batch: int, rank: int) -> int:
-    """Return the seed of the dropout masks of one micro-batch of a rank."""
+    """Return the seed for the dropout masks of one micro-batch on a rank."""
     return derive_seed(seed, "dropout", iteration, micro_batch, rank)

@@ -84,13 +84,13 @@ def build(
     environment: Mapping[str, str] | None = None,
     asked: Config | None = None,
 ) -> Run:
-    """Set up a run. All ranks call this together; an error on any rank is raised on all.
+    """Set up a run. Collective; an error on any rank is raised on all.
 
     notes: from the command line. environment: variables of --export_callback_env, which `config`
-    does not hold. asked: `config` as typed.
+    does not contain. asked: `config` as typed.
 
     Raises:
-        RunError: if the run cannot start; its class tells why.
+        RunError: if the run cannot start; its class gives the reason.
     """
     run = Run(config, distributed, experiment, stop, asked or config)
     choice, began, found = _resolve(run)
@@ -112,7 +112,7 @@ def build(
     if run.config.distributed.preflight != "0":
         _preflight(run, next((iteration for iteration, _ in choice.found), 0))
 
-    # If a live run deletes what is loaded, again from its newest checkpoint by then.
+    # If a live run deletes what is loaded, retry from its newest checkpoint by then.
     run.resumed = again(lambda: _fill(run, *(opened.pop() if opened else _sources(run, layers))))
     _go_on(run)
     _open_outputs(run, layers)
@@ -127,7 +127,7 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints
     to resume from.
 
-    Returns also the data of the newest one, see `open_data`, and notes.
+    Also returns the newest checkpoint's data, see `open_data`, and notes.
     """
     config = run.config
     distributed = run.distributed
@@ -161,8 +161,8 @@ def _choose(run: Run) -> Choice:
 
 
 def _on_mirror(run: Run, action: Callable[[Mirror], T]) -> T | None:
-    """Let rank 0 do something with the mirror while the others wait; return the result, None
-    without --mirror."""
+    """Run an action on the mirror on rank 0 while the others wait; return the result, None without
+    --mirror."""
     if run.config.checkpoint.mirror is None:
         return None
     mirror = run.mirror
@@ -178,8 +178,8 @@ def _resolve_auto(config: Config, distributed: Distributed) -> tuple[Config, tup
 
 
 def _choose_products(config: Config, distributed: Distributed) -> Config:
-    """Resolve and apply --cpu_matmul: `auto` is oneDNN only if it is the choice for every rank's
-    processor."""
+    """Resolve and apply --cpu_matmul: `auto` is oneDNN only if every rank's processor would choose
+    it."""
     if distributed.device.type != "cpu":
         return config
     name = together(distributed, lambda: matmul_library.library_for(config.performance.cpu_matmul))
@@ -211,8 +211,8 @@ def _open_inputs(
 
 
 def _check_tokenizer(run: Run) -> None:
-    """Compare --tokenizer_file and --vocab_size with the data; remember the tokenizer for
-    checkpoints and exports."""
+    """Compare --tokenizer_file and --vocab_size with the data; record the tokenizer for checkpoints
+    and exports."""
     config = run.config
     data = run.data
     file = run.config.data.tokenizer_file
@@ -269,7 +269,7 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
 
 
 def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
-    """Make the model and its optimizer, which take most of the memory, and what measures them."""
+    """Create the model and its optimizer, which take most of the memory, and their instruments."""
     config, distributed = run.config, run.distributed
     together(distributed, lambda: check_memory(config, layers, distributed))
     distributed.progress.enter("the loading")
@@ -293,15 +293,14 @@ def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
 
 
 def _preflight(run: Run, done: int) -> None:
-    """Look at all machines and links. done: iterations of earlier starts."""
+    """Check all machines and links. done: iterations of earlier starts."""
     num_bytes = shards_bytes(run.model, run.distributed.layers.world_size)
     lack = lack_at_start(run.experiment.checkpoints, num_bytes, run.config, done)
     preflight(run.distributed, run.model.precision.training, run.experiment.artifacts, lack)
 
 
 def _time_collectives(run: Run) -> dict[str, float]:
-    """With --log_communication, time waits from now on, and time each collective without
-    overlap."""
+    """For --log_communication, time waits from now on, and time each collective without overlap."""
     distributed = run.distributed
     if not run.config.run.log_communication:
         return {}
@@ -341,7 +340,8 @@ def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None
 
 
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
-    """Load the newest good checkpoint or the pretrained weights, or else initialize the weights."""
+    """Load the newest good checkpoint or the pretrained weights, otherwise initialize the
+    weights."""
     model = run.model
     optimizer = run.optimizer
     data = run.data.identity
@@ -349,7 +349,7 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
 
     def leave(iteration: int) -> None:
         run.experiment.check()
-        # first: a checkpoint that is only there would be restored by the next start
+        # first: a checkpoint that exists only there would be restored by the next start
         if run.mirror is not None:
             run.mirror.set_aside(iteration)
 
@@ -382,7 +382,7 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
 
 
 def _go_on(run: Run) -> None:
-    """Take up the run where it stopped: its iteration, counts, history and best evaluation."""
+    """Continue the run where it stopped: its iteration, counts, history and best evaluation."""
     config = run.config
     distributed = run.distributed
     checkpoints = run.experiment.checkpoints

@@ -1,7 +1,7 @@
-"""Tiles: which elements of a parameter a rank holds, and where in its memory. Pure arithmetic, no
-tensors.
+"""Tiles: the elements of a parameter that a rank owns, and their places in its memory. Pure
+arithmetic, no tensors.
 
-A tensor-parallel rank holds rows or columns of a parameter, its shard any consecutive elements of
+A tensor-parallel rank owns rows or columns of a parameter, its shard any consecutive elements of
 these, and a slice of a checkpoint the contents of one shard.
 """
 
@@ -27,10 +27,10 @@ class Tile(NamedTuple):
     first: int  # index of the first element in the flattened parameter
     rows: int
     width: int
-    pitch: int  # elements from one run to the next: the length of a row of the parameter
+    pitch: int  # elements from one run to the next: a row's length in the parameter
     offset: int = 0  # of the first element in the holder's memory
-    holders: tuple[int, ...] = (0,)  # tensor-parallel ranks that hold the same elements, sorted
-    name: str = ""  # of the rank's part that contains the tile: "up.weight[0:16]"
+    holders: tuple[int, ...] = (0,)  # tensor-parallel ranks with the same elements, sorted
+    name: str = ""  # the rank's part that contains the tile: "up.weight[0:16]"
 
     @classmethod
     def run(cls, first: int, numel: int, offset: int = 0) -> Tile:
@@ -88,11 +88,11 @@ def _by_rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int]]
 
 
 class Overlap(NamedTuple):
-    """Elements that two tiles share, as a tile of each holder's memory."""
+    """Elements that two tiles share, as a tile in each holder's memory."""
 
     wanted: Tile
     saved: Tile
-    column: int  # of the first shared element within a run of the saved tile
+    column: int  # column of the first shared element within a run of the saved tile
 
     @property
     def is_run(self) -> bool:
@@ -141,7 +141,7 @@ def rectangles(tile: Tile, pitch: int) -> Iterator[Tile]:
 class Block(NamedTuple):
     """Consecutive indices of a parameter's split dimension, cut into `parts` of `part_size`.
 
-    With fewer parts than ranks, neighbouring ranks hold the same part. The last part may be
+    With fewer parts than ranks, neighbouring ranks have the same part. The last part may be
     shorter.
     """
 
@@ -160,7 +160,7 @@ class Block(NamedTuple):
 class Split:
     """How a tensor-parallel group splits a parameter (Shoeybi et al. 2019, section 3).
 
-    A group of one holds the whole parameter, and so does every rank if `blocks` is empty.
+    A group of one has the whole parameter, and so does every rank if `blocks` is empty.
     """
 
     ranks: int = 1
@@ -172,8 +172,8 @@ class Split:
     )
 
     def tiles(self, name: str, shape: Sequence[int]) -> tuple[Tile, ...]:
-        """Return this rank's tiles of a parameter, in order; neighbours with the same holders are
-        one tile."""
+        """Return this rank's tiles of a parameter, in order; adjacent tiles with the same holders
+        are merged."""
         rows, unit = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
         found: list[
             tuple[int, int, tuple[int, ...]]
@@ -191,7 +191,7 @@ class Split:
                 start = found.pop()[0]
             found.append((start, end, holders))
             begin += block.size
-        # else no run is a row
+        # otherwise no run is a row
         assert begin == shape[self.dim] and (self.dim == 0 or len(found) == 1), (self, shape)
         tiles, offset = [], 0
         for start, end, holders in found:
@@ -214,8 +214,8 @@ WHOLE = Split()
 
 
 def name_part(name: str, shape: Sequence[int], dim: int, spans: Sequence[tuple[int, int]]) -> str:
-    """Return a name with the indices of a dimension, as "up.weight[0:16 + 64:80]", unless they are
-    all."""
+    """Return a name with the indices of a dimension, as "up.weight[0:16 + 64:80]", unless it is
+    complete."""
     if sum(end - start for start, end in spans) == shape[dim]:
         return name
     return f"{name}[{':, ' * dim}{' + '.join(f'{start}:{end}' for start, end in spans)}]"

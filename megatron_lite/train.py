@@ -60,8 +60,8 @@ def train(run: Run) -> tuple[int, str]:
             run.profiles.begin(first)
         with contextlib.closing(progress_bar(run)) as bar:
             for iteration in range(first, training.train_iters + 1):
-                # The second iteration's data may wait for the start of the workers, which is no
-                # reason to warn.
+                # The second iteration's data may wait for workers to start, which is no reason to
+                # warn.
                 run.distributed.progress.at("the wait for data", iteration)
                 warn_ms = SLOW_MS if iteration > first + 1 else None
                 batch = next_batch(

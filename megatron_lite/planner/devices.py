@@ -60,9 +60,9 @@ ASSUMED = Shares(0.65, 0.4, "assumed, as no run on this device has been measured
 class Device(NamedTuple):
     """A kind of GPU, from the vendor's data sheet, or a CPU.
 
-    memory_bytes: as torch reports, the least of several logs. fp32_tflops: products in fp32.
+    memory_bytes: as torch reports, the minimum over several logs. fp32_tflops: products in fp32.
     memory_gb_s: memory bandwidth. link_gb_s: to its neighbours in a node, in one direction. tflops:
-    dense products of 16-bit inputs (fp16 on V100) that are summed in fp32; TF32 has half of them.
+    dense products of 16-bit inputs (fp16 on V100) summed in fp32; TF32 reaches half.
     """
 
     memory_bytes: int
