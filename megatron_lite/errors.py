@@ -154,7 +154,7 @@ class WorkerError(RunError):
 
 
 class UnreachableError(PeerError):
-    """A machine is silent, so that no save of all ranks can end."""
+    """A silent machine, because of which no save of all ranks can end."""
 
     names_rank = True
 

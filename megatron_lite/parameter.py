@@ -143,7 +143,7 @@ class Parameter(torch.nn.Parameter):
     spec: ParameterSpec
     main_grad: Tensor
     gradient_is_empty: bool = (
-        False  # main_grad holds garbage, which the next contribution overwrites
+        False  # main_grad contains garbage, which the next contribution overwrites
     )
     later: list[Callable[[], None]] | None = (
         None  # collects products for weight gradients; None: compute them at once

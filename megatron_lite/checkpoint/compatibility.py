@@ -191,7 +191,7 @@ def moved_rate(saved: Options, config: Config, iterations: int) -> str | None:
     """Warn that a changed schedule changes the learning rate after N iterations, and how to keep
     the old one.
 
-    None: the rate is the same, or no iteration is left.
+    None: the rate is the same, or no iteration remains.
     """
     following = iterations + 1
     if following > config.training.train_iters:
@@ -331,8 +331,8 @@ def _lost(epochs: Sequence[_Epoch]) -> str:
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
-    """Return how to change the sample order at an epoch's end, where little is lost, if the only
-    data set gets there."""
+    """Return how to change the sample order at the end of an epoch, where little is lost, if the
+    only data set reaches one."""
     schedule, (_, read, size) = batch_schedule(config.batch), epochs[0]
     goal = schedule.consumed_samples(iterations) + size - read
     end = bisect.bisect_left(

@@ -1,5 +1,5 @@
-"""Decode JSON into types: a value that does not fit its type is damaged; the error says where and
-what is expected.
+"""Decode JSON into types: a value that does not fit its type is damaged; the error gives the place
+and the expected type.
 
 A type is a dictionary of types (an object with these keys; one that ends with "?" may be absent,
 and its object empty), a `NamedTuple` or a dataclass, or made of `list`, `dict`, `tuple`, `| None`,

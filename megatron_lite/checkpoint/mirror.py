@@ -105,7 +105,7 @@ class Mirror:
         )
         self._on_loss = on_loss
         self._lost: StorageError | None = None  # once another run or start has claimed the mirror
-        self._sent = set[tuple[Path, int, int]]()  # what is already remote, see `_identity`
+        self._sent = set[tuple[Path, int, int]]()  # already uploaded, see `_identity`
         self._permanent: dict[int, bool] = {}  # see `_rotate`
         self._current = root  # being uploaded; root: nothing
         self._rotation: Rotation | None = None
@@ -347,7 +347,7 @@ class Mirror:
     # --------------------------------------------------------------------------------------
 
     def update(self, rotation: Rotation | None = None) -> None:
-        """Let the thread copy what is new, then rotate remote checkpoints like local ones; return
+        """Let the thread copy new folders, then rotate remote checkpoints like local ones; return
         at once."""
         self._rotation = rotation or self._rotation
         self._asked += 1
@@ -519,8 +519,7 @@ class Mirror:
         )
 
     def _rotate(self) -> None:
-        """Delete remotely what is rotated locally, including checkpoints that never existed
-        locally."""
+        """Delete checkpoints remotely that were rotated locally, or never existed locally."""
         rotation = self._rotation
         if rotation is not None:
             here = {iteration for iteration, _ in find_checkpoints(self._checkpoints)}

@@ -401,7 +401,7 @@ class BackgroundSaves:
         """Start to copy and write the shards in the thread; `save` is prepared."""
         assert self._pending is None, "finish the save before"
         start_s, copied = time.perf_counter(), threading.Event()
-        self._distributed.wait_for_device()  # the thread's stream does not wait for that of the last update
+        self._distributed.wait_for_device()  # the thread's stream does not wait for the update's
         job = self._pool.submit(self._copy_and_write, save, copied)
         self._pending = _Pending(save, job, start_s, copied, time.perf_counter() - start_s)
 

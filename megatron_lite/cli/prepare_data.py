@@ -287,6 +287,6 @@ def main(argv: Sequence[str], program: str = "prepare_data") -> int:
 
 
 def command() -> int:
-    """Entry point of the installed command."""
+    """Run the installed command (its entry point)."""
     sys.excepthook = name_missing_package
     return main(sys.argv[1:])

@@ -34,7 +34,8 @@ class ScriptParser(argparse.ArgumentParser):
     suggests flags."""
 
     def __init__(self, about: str | None = None, **options: Any) -> None:
-        """about: a command's docstring; the help shows its first line and the exit codes."""
+        """Set up the parser. about: a command's docstring; the help shows its first line and the
+        exit codes."""
         if about:
             summary, _, more = about.partition("\n")
             _, title, codes = more.rpartition("Exit codes:")

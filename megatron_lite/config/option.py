@@ -88,7 +88,7 @@ class Flag:
     may_differ: bool = (
         False  # between ranks; any other difference between ranks is refused at the start
     )
-    secret: bool = False  # JSON object of environment variables; the option holds only their names
+    secret: bool = False  # JSON object of environment variables; the option stores only their names
 
     @property
     def is_text(self) -> bool:
@@ -104,7 +104,7 @@ def option(default: Any, help: str, aliases: str = "", **details: Any) -> Any:
 
 
 def optional(help: str, unset: str, **details: Any) -> Any:
-    """Declare an option that defaults to None; `unset` says what None means.
+    """Declare an option that defaults to None; `unset` describes None.
 
     If `validation.resolve` derives the option, only a `Draft` may contain None, and the type is the
     resolved value's.

@@ -1,6 +1,6 @@
 """Options for a run's start and saves: presets, pretrained weights, checkpoints.
 
-`--model=mistral-7b` stands for the flags of its preset, as if typed before all others. Importing
+`--model=mistral-7b` expands to the flags of its preset, as if typed before all others. Importing
 the publisher's config.json gives the same values, including dropouts and the initial standard
 deviation. Presets omit derived and default values.
 """

@@ -92,8 +92,7 @@ class WeightStage(NamedTuple):
 
 
 def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[WeightStage, ...]:
-    """Return the weights of `data_path` over a run: its own first, then those of
-    --data_weights_schedule.
+    """Return the weights of `data_path` over a run: its own first, then --data_weights_schedule.
 
     `1000:0.5/0.5 2000:0/1` changes the weights of two data sets once 1000 iterations are done, and
     again after 2000. A change at 0 sets the weights of `data_path`, which then has none.

@@ -27,8 +27,8 @@ CHECKED_EVERY = 1000  # texts
 # For longer texts, both libraries encode this much of the beginning: a folder of books would be no
 # faster otherwise.
 CHECKED_CHARACTERS = 1 << 16
-# After this many, fastokens is reloaded: it caches every word that it has seen, 0.3 bytes per byte
-# of text.
+# Characters after which fastokens is reloaded: it caches every word that it has seen, 0.3 bytes per
+# byte of text.
 LOADED_CHARACTERS = 1 << 27
 TEXTS, PARTS = (Path(__file__).with_name(name) for name in ("proof_texts.txt", "exact_parts.txt"))
 # The texts' ids, concatenated, and where each text begins, then the end, (texts + 1,).

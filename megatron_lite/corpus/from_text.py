@@ -188,8 +188,8 @@ def _prepared(
 ) -> str:
     """Return the prefix of a text's pair in the cache folder, preparing it unless it exists.
 
-    before: the pair that an earlier start of the run read in its place; under older rules, the run
-    keeps it.
+    before: the pair that an earlier start read for the same path; the run keeps it if it has older
+    rules.
     """
     pairs = sorted(Path(path).glob("*.idx"))
     if pairs and (

@@ -142,7 +142,7 @@ def _append(
 ) -> int:
     """Append the missing rest to a partial file; return its length. told: the store's entry.
 
-    A failure is retried as long as each attempt brings bytes.
+    A failure is retried as long as each attempt makes progress.
     """
     with open(part, "ab" if goes_on else "wb") as file:
         while True:

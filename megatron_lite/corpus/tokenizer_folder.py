@@ -1,4 +1,4 @@
-"""Read a tokenizer as it takes effect.
+"""Read a tokenizer with its effective settings.
 
 A folder means what transformers makes of it (`rendering.described`). A folder that seems to contain
 no more than its tokenizer.json and the names of its special tokens needs no transformers. A file of

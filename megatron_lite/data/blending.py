@@ -51,8 +51,8 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float], changes: Sequence[Change] = ()) -> None:
-        """weights: per data set, not negative, finite, with a positive sum, not normalised;
-        changes: ascending, above sample 0."""
+        """Build the tree. weights: per data set, not negative, finite, with a positive sum, not
+        normalised; changes: ascending, above sample 0."""
         stages = [(0, weights), *changes]
         for _, stage in stages:
             assert (
@@ -66,9 +66,7 @@ class Blend:
         # Samples of each data set before each stage.
         self._due = [self.due(first) for first in self.firsts]
         lines: list[list[_Segment]] = []  # per inner node
-        children: list[
-            tuple[int, int]
-        ] = []  # per inner node: (left, right); -1 - d stands for data set d
+        children: list[tuple[int, int]] = []  # per inner node: (left, right); -1 - d is data set d
         # Heaviest first, as the error bound requires.
         order = sorted(range(len(weights)), key=lambda dataset: (-weights[dataset], dataset))
         self._root = self._build(order, lines, children)
@@ -186,7 +184,7 @@ class Concatenation:
     """Data sets one after the other: each sample once, whatever the weights."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: samples of each data set."""
+        """Concatenate the data sets. sizes: samples per data set."""
         self.num_datasets = len(sizes)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._starts = self._ends - np.array(sizes, dtype=np.int64)

@@ -30,7 +30,8 @@ class Counts:
     sets: Sequence[tuple[str, str, int]] = ()  # per data set: fingerprint, name, samples per epoch
 
     def __init__(self, config: Config, began: JsonObject | None = None) -> None:
-        """config: resolved. began: see `Choice.began`; None for a new run."""
+        """Start from a checkpoint's counts. config: resolved. began: see `Choice.began`; None for a
+        new run."""
         self._config, self._planned = config, batch_schedule(config.batch)
         self.schedule = self._planned  # earlier starts' schedule, until this one begins
         self._first, self._read = 0, list[Read]()

@@ -68,7 +68,7 @@ class FillInTheMiddle:
     """Transforms samples."""
 
     def __init__(self, options: DataConfig, vocab_size: int, key: int) -> None:
-        """options: the `fim_*` options and the tokenizer. key: of the draws.
+        """Load the tokenizer. options: `fim_*` and the tokenizer. key: of the draws.
 
         Raises: DataError if the tokenizer cannot be read or has no sentinels; UsageError if its
             tokens exceed the vocabulary, or lack --fim_split_sample's.

@@ -426,7 +426,7 @@ class IndexedDatasetWriter:
         self.write_index()
         with writing(self.prefix):
             bin_path, index_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
-            index_path.unlink(missing_ok=True)  # so that a new .bin never lies beside an old .idx
+            index_path.unlink(missing_ok=True)  # never pair a new .bin with an old .idx
             os.replace(self._bin_tmp, bin_path)
             os.replace(self._index_tmp, index_path)
             self._bin.close()

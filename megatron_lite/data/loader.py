@@ -223,8 +223,7 @@ class DataSource:
         }
 
     def close(self) -> None:
-        """End all workers, including those of generators never closed, and the background
-        search."""
+        """End all workers, even of generators that were never closed, and the background search."""
         self._ended.set()
         for workers in list(self._open):
             workers.close()
@@ -259,7 +258,7 @@ class DataSource:
         meanwhile, or in place.
 
         Only training from files uses workers: a validation is short and would mostly wait for them
-        to start, and random tokens take less time to make than to send.
+        to start, and random tokens take less time to generate than to send.
         """
         reader, data = self.phases[phase].reader, self.config.data
         in_place = (reader.read(*request) for request in first)

@@ -212,7 +212,7 @@ def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) ->
 def samples_of_epoch(config: Config) -> int:
     """Return the samples with which training reads every token of --data_path once.
 
-    Raises: DataError as `open_data`.
+    Raises: DataError like `open_data`.
     """
     datasets, masks, _ = _open_sets(config, {"data_path"})["data_path"]
     pairs = zip(datasets, masks, strict=True)

@@ -23,7 +23,7 @@ from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSa
 from megatron_lite.errors import DataError
 
 SEARCHED_TOKENS = 1 << 20  # at a time
-SLOW_MS = 1000.0  # a longer wait for a sample or a batch gets a warning
+SLOW_MS = 1000.0  # warn about longer waits for a sample or a batch
 
 
 class Samples(NamedTuple):

@@ -119,7 +119,7 @@ class SampleOrder:
     # epoch in file order, the others as epoch; none: every epoch in file order.
     shuffle: str = "epoch"
     era: int | None = (
-        None  # shuffle only within windows of this many samples; windows are in file order
+        None  # shuffle only within windows of this size in samples; windows are in file order
     )
     epochs: int = 1
 
@@ -260,8 +260,8 @@ class ShuffledDocuments(FileOrder):
         keep: int = 2,
         skip_first_epoch: bool = False,
     ) -> None:
-        """keep: how many tables to cache, one per epoch. skip_first_epoch: read it in file
-        order."""
+        """Prepare the order. keep: how many tables to cache, one per epoch. skip_first_epoch: read
+        it in file order."""
         super().__init__(dataset, documents, by_document=True)
         self._key = key
         self._keep = keep

@@ -54,7 +54,7 @@ LOOK_S = 1.0  # between checks of the local processes
 # A collective may also notice, with the library's message, and a rank that failed by itself writes
 # its reason.
 GRACE_S = 2.0
-READ_S = 2.0  # limit on reading the store while reporting a failure: the store's process may be the one that hangs
+READ_S = 2.0  # limit on reading the store while reporting a failure: the store itself may hang
 END_S = 5.0  # limit on joining the thread, and on one attempt to connect
 PART_S = 5.0  # limit on waiting for the others before the store closes; a dead rank never arrives
 READ_OPTIONS_S = 30.0  # limit on reading a rank's options that differ

@@ -252,7 +252,7 @@ def check_exports(config: Config) -> str | None:
     conversions.
 
     Raises:
-        UsageError: as `check_exportable`.
+        UsageError: like `check_exportable`.
     """
     training = config.training
     exports = training.export_interval is not None or config.checkpoint.keep_best is not None

@@ -55,7 +55,7 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
 
     Every rank must iterate to the end. A tensor is valid until the next one is requested. Rank 0
     assembles one stage's flat range at a time, in host memory, from windows of all shards; devices
-    hold one window of each at a time.
+    store one window of each at a time.
 
     average: yield running averages, for parameters that have one.
     """

@@ -39,7 +39,7 @@ from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
 from megatron_lite.zero.finite import are_finite
 
-# How transformers splits text for every qwen2 model, whatever its tokenizer.json says.
+# How transformers splits text for every qwen2 model, regardless of its tokenizer.json.
 QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 

@@ -1,4 +1,4 @@
-"""Keep what a model folder says and training does not change: ids of special tokens, generation
+"""Keep a model folder's facts that training does not change: ids of special tokens, generation
 settings, licence."""
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 
 z is the coefficient of the z-loss, which keeps the log-sum-exp near zero (PaLM, Chowdhery et al.
 2022, section 5). A label below zero masks its token: no loss, no gradient. With a soft cap c the
-loss is that of y = c tanh(x / c), which stays within +-c (Gemma 2, 2024, section 2), and dx = dy (1
+loss is computed from y = c tanh(x / c), which stays within +-c (Gemma 2, 2024, section 2), and dx =
+dy (1
 - (y / c)^2).
 
 The forward pass computes the gradient in the memory of the logits, so only one chunk of logits
@@ -311,8 +312,8 @@ class _Options(NamedTuple):
 def _visits(
     vocab_size: int, options: _Options, with_gradient: bool, is_all: bool
 ) -> tuple[list[slice], list[tuple[bool, bool]]]:
-    """Return the blocks, as rows of the padded weight, and per sweep over them whether it adds to
-    the sums and makes gradients.
+    """Return the blocks, as rows of the padded weight, and the sweeps over them as (add to the
+    sums, compute gradients).
 
     The last block takes the padding rows that fit. is_all: this rank has the whole vocabulary, so a
     single block is visited once. Otherwise gradients require the sums over the whole vocabulary

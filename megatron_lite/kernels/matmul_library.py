@@ -107,8 +107,8 @@ def onednn_is_exact() -> bool:
     """Return whether PyTorch has oneDNN, and its products stay in fp32 on this processor.
 
     oneDNN uses the matrix units for some shapes only: with AMX, factors of 64 to 192 rows and
-    columns stay exact and those of 256 are rounded. So the products are as large as those that will
-    go through oneDNN, and AMX alone rules it out.
+    columns stay exact and larger ones (256) are rounded. So the products are as large as those that
+    will go through oneDNN, and AMX alone rules it out.
     """
     if not torch.backends.mkldnn.is_available() or torch.cpu._is_amx_tile_supported():
         return False

@@ -422,8 +422,8 @@ def triton_backward(
 
 
 def _resident_programs(x: Tensor, warps: int, warps_per_multiprocessor: int) -> int:
-    """Return how many programs fill the device; the interpreter, which runs them one by one, gets a
-    few."""
+    """Return how many programs fill the device; a few for the interpreter, which runs them one by
+    one."""
     if x.device.type != "cuda":
         return 3
     count = PLANNED_MULTIPROCESSORS
@@ -500,8 +500,8 @@ def add_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default that
-    of `hidden`.
+    """Return hidden + branch and its norm, both (..., h); the norm is in `dtype`, by default
+    `hidden`'s.
 
     The sum overwrites the branch, which must not be read afterwards, unless the dtypes differ.
     Without a branch the sum is `hidden`; use the returned sum from then on, so that the norm's

@@ -151,8 +151,8 @@ def _is_exact(
 ) -> bool:
     """Return whether a method exactly writes and adds integers that `dtype` cannot represent.
 
-    The operands resemble those of a weight gradient: the first one is transposed, and all
-    dimensions differ. Assumed in a plan, whose tensors have no values.
+    The operands resemble a weight gradient's: the first one is transposed, and all dimensions
+    differ. Assumed in a plan, whose tensors have no values.
     """
     a = (
         torch.arange(64 * 16, device=device, dtype=torch.float64)

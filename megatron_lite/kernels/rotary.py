@@ -5,7 +5,7 @@ rotated by the angles
 p base^(-2 j / r), or by those of `model/rotary.py`:   y = [a cos - b sin, b cos + a sin, rest].
 The backward pass rotates by the opposite angles.
 
-A table of angles holds cos and sin in fp32: either (positions, r / 2), with row i for token i of
+A table of angles contains cos and sin in fp32: either (positions, r / 2), with row i for token i of
 every sample, or (b, s, r / 2), with a row per token.
 """
 

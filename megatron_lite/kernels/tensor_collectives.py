@@ -21,7 +21,7 @@ bytes as the all-reduces; norms, dropout and residual sums cost 1 / T of the mem
 With `SplitVocabulary` each rank has a range of the rows of embedding and head (Shoeybi et al. 2019,
 section 3). The embedding looks up its own tokens, and a reduction completes the hidden states. The
 head computes the logits of its own rows for all tokens; ranks reduce only each token's log-sum-exp
-and label logit, so that no rank holds the logits of the whole vocabulary:
+and label logit, so that no rank stores the whole vocabulary's logits:
 
     lse = log sum_r exp(lse_r)        x[label] = sum_r x_r[label], which is 0 on all ranks but one
 
@@ -62,7 +62,7 @@ class Pending:
         is_slice: `wait` returns a copy, so that the memory of all tokens can be freed.
     """
 
-    __slots__ = ("_is_slice", "_own", "_tensor", "_work")  # each layer makes ten of these
+    __slots__ = ("_is_slice", "_own", "_tensor", "_work")  # each layer creates ten of these
 
     def __init__(
         self,

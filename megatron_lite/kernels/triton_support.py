@@ -63,8 +63,8 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def tell(event: str, *args: Any) -> None:
-    """Report to a torch mode, such as a plan's, what it cannot see: a kernel's launch (by name),
-    "attention", or "repeat".
+    """Report to a torch mode (such as a plan's) an event that it cannot see: a kernel's launch (by
+    name), "attention", or "repeat".
 
     After "repeat", x, more, fewer, everything that follows counts `more` / `fewer` times; loops may
     nest.

@@ -38,7 +38,7 @@ class KeyValueCache:
         self._blocks: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def of(self, block: str, like: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Return every text's keys and values in a block; `like` (1, g, t, d) gives size and
+        """Return every text's keys and values in a block; `like` (1, g, t, d) determines size and
         dtype."""
         if block not in self._blocks:
             shape = (like.shape[1], min(self.capacity, window or self.capacity), like.shape[3])

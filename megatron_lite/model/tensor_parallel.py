@@ -23,8 +23,8 @@ from megatron_lite.tiles import Block, Split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group, and what it splits apart from heads and channels: tokens (sequence parallelism),
-    embedding rows.
+    """The group, and what it splits in addition to heads and channels: tokens (sequence
+    parallelism), embedding rows.
 
     in_halves: see `tensor_collectives.py`.
     """

@@ -191,7 +191,7 @@ def _turns(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _exchange_s(group: Group, own: torch.Tensor, other: torch.Tensor, peer: int) -> float:
-    """Return the seconds of the fastest of several exchanges; a first one connects the ranks."""
+    """Return the seconds of the fastest of several exchanges, after one that connects the ranks."""
     times_s = []
     for _ in range(1 + REPEATS):
         start_s = time.perf_counter()

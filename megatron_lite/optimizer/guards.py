@@ -121,8 +121,8 @@ class Guard:
 
     --skip_bad_steps follows Levanter (skip_step.py): once half of the window is full, a step is bad
     if its loss or gradient norm exceeds mean + sigma * std over the preceding steps, including bad
-    ones. Non-finite steps are also bad, but are not added to the window; in Levanter a NaN makes
-    every step bad until it leaves the window.
+    ones. Non-finite steps are also bad, but are not added to the window; in Levanter every step is
+    bad while the window contains a NaN.
     """
 
     def __init__(

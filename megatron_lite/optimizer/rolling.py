@@ -1,8 +1,8 @@
 """Mean and standard deviation of recent losses or norms, on the device.
 
 As in Levanter (skip_step.py, clip_update_norm.py): population standard deviation, at least 1e-6,
-and no threshold before half of the window is full. Unlike in Levanter, callers can skip a
-non-finite value, which would make all later values look bad until it leaves the window.
+and no threshold before half of the window is full. Unlike in Levanter, callers can skip non-finite
+values; all values would look bad while the window contains one.
 """
 
 from __future__ import annotations

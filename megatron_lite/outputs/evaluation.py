@@ -14,8 +14,7 @@ from megatron_lite.outputs.step_inputs import counted_labels, watch_labels
 
 
 def evaluate_first(run: Run) -> None:
-    """Run the evaluations that a stopped start missed, and those of --validation_at_start in a
-    fresh run."""
+    """Run the evaluations that a stopped start missed, and --validation_at_start in a fresh run."""
     training, last = run.config.training, run.iteration >= run.config.training.train_iters
     with run.timer.excluded(), run.distributed.traffic.paused():
         if run.evaluation_due:
@@ -29,8 +28,8 @@ def evaluate_first(run: Run) -> None:
 def evaluate_and_export(run: Run, last: bool) -> None:
     """Evaluate, sample and export as due after an iteration, and export new best weights.
 
-    Call this before saving the checkpoint, so that a resumed run does not repeat it. A stop request
-    during the call leaves `run.evaluation_due` set, and the next start repeats all of it.
+    Call this before saving the checkpoint, so that a resumed run does not repeat it. If a stop is
+    requested meanwhile, `run.evaluation_due` stays set, and the next start repeats all of it.
     """
     training, iteration = run.config.training, run.iteration
     run.evaluation_due = True

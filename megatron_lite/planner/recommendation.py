@@ -186,7 +186,8 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
 
 
 def _other_threads(search: Search, config: Config) -> Iterator[str]:
-    """Warn if the run's number of threads differs from that of the measured speeds."""
+    """Warn if the run's number of threads differs from the one at which the speeds were
+    measured."""
     speeds = search.speeds
     if speeds.path and speeds.device_type == "cpu":
         chosen = choose_threads(config, search.world_size, search.world_size)

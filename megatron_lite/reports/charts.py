@@ -95,7 +95,7 @@ class Drawn(NamedTuple):
     run: WatchedRun
     metric: Metric
     curve: Curve  # all finite values
-    lines: list[Curve]  # thinned; a raw line comes before its smooth one
+    lines: list[Curve]  # thinned; a raw line precedes its smooth one
     color: int  # number in a palette
     dashes: tuple[int, ...]
     widen: float = 1.0  # factor of the line's width, which shows it on both sides of equal curves of later runs

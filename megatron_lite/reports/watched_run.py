@@ -229,13 +229,13 @@ class Metrics:
             )
 
     def _begin(self, record: JsonObject, phase: str, iteration: int) -> None:
-        """Record a new start of the run, and drop what it repeats."""
+        """Record a new start of the run, and drop the records that it repeats."""
         number = record.get("run", 0)
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
             return
         if self.starts:
-            # A start begins with the evaluation that a stop left out, or with the training after
-            # its checkpoint.
+            # A start begins with the evaluation that a stop skipped, or with the training after its
+            # checkpoint.
             first = iteration if phase == "training" else iteration + 1
             for iterations, values in self._columns.values():
                 keep = np.array(iterations) < first
@@ -295,7 +295,7 @@ class WatchedRun:
             None  # the last heartbeat; None: the run has removed its lock file
         )
         self._heartbeat: tuple[int, float] | None = None  # start and time of the file
-        self.checkpoints: list[SavedFolder] = []  # as `_saved` lists them
+        self.checkpoints: list[SavedFolder] = []  # as listed by `_saved`
         self.exports: list[SavedFolder] = []
         self.warnings: deque[str] = deque(maxlen=MOST_WARNINGS)  # of the newest start
         self._log = GrowingFile(self._of_start(RANK_0_LOG), LARGEST_READ_BYTES)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def lock_file(descriptor: int, path: Path | None = None) -> bool:
-    """Lock an open file until it is closed or the process ends; return False if another process
-    holds the lock.
+    """Lock an open file until it is closed or the process ends; return False if another process has
+    the lock.
 
     On a file system without locks every process succeeds.
 

@@ -24,7 +24,7 @@ _SLURM_TASK = (
     "PROCID STEP_NUM_TASKS LOCALID NODEID STEP_TASKS_PER_NODE STEP_NODELIST JOB_ID STEP_ID".split()
 )
 SQUEUE_S = 10.0  # limit on asking for the end of a job
-_SLURM_PORTS = range(61440, 65536)  # above those that Linux gives to connections
+_SLURM_PORTS = range(61440, 65536)  # above the ports that Linux gives to connections
 
 
 def launch_rank() -> int:

@@ -112,7 +112,7 @@ class Storage:
         return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
 
     def append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
-        """Append to a local file what it lacks of a remote file. told: the store's entry for the
+        """Append the missing part of a remote file to a local one. told: the store's entry for the
         remote file."""
         if "https" in self.system.protocol:
             return self.line.wait_for(self._stream(there, file))
@@ -168,8 +168,8 @@ class RemoteFolder(Storage):
     library raises."""
 
     def overlaps(self, folder: Path) -> bool:
-        """Return whether this is a local folder that equals, contains or lies in another one, also
-        through links."""
+        """Return whether this is a local folder that equals, contains or is inside another one,
+        also through links."""
         if "file" not in self.system.protocol:
             return False
         one, other = Path(self.path).resolve(), folder.resolve()

@@ -56,8 +56,8 @@ class StopSignal:
     """Handles the stop signals.
 
     The first signal requests a checkpoint and a clean end. A second signal, over a second later,
-    kills the process, except SIGTERM from Slurm: it comes at the end of a grace time, and SIGKILL
-    follows.
+    kills the process, except SIGTERM from Slurm: Slurm sends it at the end of a grace time, and
+    SIGKILL follows.
     Until `saves` is set there is nothing to save, and the first signal ends the process. A rank
     blocked inside a collective runs no Python signal handler, but Python still writes the signal to
     the wake-up descriptor, which a separate thread reads.
@@ -146,7 +146,7 @@ class TimeLimit(NamedTuple):
     left_s: Callable[[], float]  # the remaining time; negative afterwards
 
     def describe(self) -> str:
-        """Return a log line that says when the run stops."""
+        """Return a log line about when the run stops."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + self.left_s()))
         return f"the run saves and stops at {moment} ({FLAGS[self.number]})"
 

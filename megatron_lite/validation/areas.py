@@ -290,7 +290,7 @@ def data(draft: Draft) -> Problems:
             draft.tokenizer_file = None
         return
     own = {phase: flag for phase, flag in OWN_DATA.items() if getattr(draft, flag)}
-    # as in Megatron-LM, a separate validation set leaves the rest to training
+    # as in Megatron-LM, with a separate validation set the rest is for training
     if is_default and own:
         draft.split = (1.0, 0.0, 0.0) if "validation" in own else (*draft.split[:2], 0.0)
     for flag in own.values():

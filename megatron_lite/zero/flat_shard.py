@@ -1,7 +1,7 @@
 """A stage's trainable or frozen parameters as one flat range, and this rank's shard of it.
 
-A stage's weight buffer holds the trainable range, then the frozen range; its gradient buffer only
-the trainable range.
+A stage's weight buffer contains the trainable range, then the frozen range; its gradient buffer
+only the trainable range.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FlatShard:
     dtype = torch.float32
     keeps_average = False
     has_memory = False
-    shows_average = False  # whether `placed` holds the averages instead of the weights
+    shows_average = False  # whether `placed` contains the averages instead of the weights
     grad_shard: Tensor
     sums: Tensor  # target of the group's reductions: `grad_shard`, or a range around it
     moments: dict[str, Tensor]  # optimizer state by name, (numel(name),) fp32
@@ -183,8 +183,8 @@ class FlatShard:
         return [(low, high) for low, high in cut if low < high]
 
     def parameter_at(self, index: int) -> str:
-        """Return the name of the parameter at element `index` of this rank's shard; in padding, the
-        one before."""
+        """Return the name of the parameter at element `index` of this rank's shard, or before it in
+        padding."""
         place = self.layout.start(self.rank) + index
         return [slot.spec.name for slot in self.layout.slots if slot.offset <= place][-1]
 

@@ -25,7 +25,7 @@ class FirstLayer(Protocol):
 
 
 class Messages:
-    """The messages of a rank. first_layer: gives the shape of hidden states. dtype: for
+    """The messages of a rank. first_layer: knows the shape of hidden states. dtype: for
     training."""
 
     def __init__(self, group: PipelineGroup, first_layer: Any, dtype: torch.dtype) -> None:

@@ -215,7 +215,7 @@ class MultiStage:
             self._verbs[index].gather()
 
     def finish(self) -> None:
-        """Wait for pending gathers; call before ranks leave the group."""
+        """Wait for pending gathers; call before closing the group."""
         for stage in self.stages:
             stage.begin_update()
 

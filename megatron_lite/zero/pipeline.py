@@ -207,8 +207,8 @@ def zero_bubble_v(pipeline: Pipeline, micro_batches: int, durations: Sequence[Du
 
 
 def needed_by(each: Pass, count: int) -> Iterator[Pass]:
-    """Yield the passes whose results a pass needs, among `count` stages or chunks; "input" also
-    stands for "backward"."""
+    """Yield the passes whose results a pass needs, among `count` stages or chunks; "input" includes
+    "backward"."""
     if each.kind == "weights":
         yield each._replace(kind="input")
     elif each.kind != "forward":

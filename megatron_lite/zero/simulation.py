@@ -122,7 +122,7 @@ class Transfers(NamedTuple):
     """The messages of one rank's passes, by the pass's index in the list.
 
     receive: transfers to start before a pass, in the order in which their senders send. take: the
-    one that the pass waits for. send: results to send after it.
+    message that the pass waits for. send: results to send after it.
     """
 
     receive: list[tuple[Message, ...]]

@@ -97,7 +97,7 @@ class Stage:
         training: bool,
         state: OptimizerState,
     ) -> None:
-        """index: the stage's number in the model, not always its index in a list. For the rest see
+        """index: the stage's number in the model, not always its index in a list. Otherwise see
         `MultiStage`."""
         self.index, self.layers = index, layers
         self.world: Group = groups.layers
@@ -239,8 +239,8 @@ class Stage:
     def accumulate(self) -> None:
         """Take over the gradient buffer as soon as the reduction that still uses it has finished.
 
-        The buffer holds garbage: the first contribution to each parameter overwrites it; only the
-        padding is zeroed.
+        The buffer contains garbage: the first contribution to each parameter overwrites it; only
+        the padding is zeroed.
         """
         assert self.gradients is not None
         if self.gradients.holder == self.index:
@@ -294,7 +294,7 @@ class Stage:
     def full_update(self) -> Tensor:
         """Momentum of the trainable range, later its orthogonalized form, (update_numel,) in bf16.
 
-        All ranks' shards in rank order, so those of a tensor-parallel group are adjacent.
+        All shards in rank order, so a tensor-parallel group's shards are adjacent.
         """
         assert self.update_buffer is not None, f"stage {self.index} has no matrices"
         return self.update_buffer.data[: self.update_numel]

@@ -36,7 +36,7 @@ def piece_length(scores: int, length: int, channels: int, backward: bool) -> int
     piece.
 
     Args:
-        scores: number of scores of all heads and samples.
+        scores: number of scores over all heads and samples.
     """
     longest = LONGEST_BACKWARD if backward else LONGEST_FORWARD
     if not SHORTEST <= length <= longest or scores * channels < LEAST_WORK:

@@ -1,7 +1,7 @@
 """The profiles of one start on one rank: when they begin and end, and where their results go.
 
-PyTorch's profiler gives a Chrome trace and tables of operations; `schedule_times` records the steps
-of the schedule.
+PyTorch's profiler writes a Chrome trace and tables of operations; `schedule_times` records the
+steps of the schedule.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from megatron_lite.distributed.traffic import FirstWait, Handle
 # verbs of the schedule; the others start collectives or wait for them
 COMPUTING = ("forward", "backward")
 STARTING = "starting gathers and reductions"
-Mark = Any  # a point in time; only the clock that made it can read it
+Mark = Any  # a point in time; only its own clock can read it
 
 
 def range_name(verb: str, stage: int | None, micro_batch: int | None = None) -> str:
