@@ -65,7 +65,7 @@ def check_addresses(words: Sequence[str]) -> None:
 
 
 def as_installed(text: str) -> str:
-    """Return a text with pip's command instead of each script that it names, unless there is a
+    """Return a text in which installed commands replace script names, unless there is a
     checkout."""
     if (Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py").is_file():
         return text
@@ -154,7 +154,7 @@ class WorkerError(RunError):
 
 
 class UnreachableError(PeerError):
-    """A silent machine, because of which no save of all ranks can end."""
+    """A machine that is silent, so that a save on all ranks cannot finish."""
 
     names_rank = True
 

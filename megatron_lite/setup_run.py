@@ -269,7 +269,7 @@ def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence
 
 
 def _allocate(run: Run, layers: list[Layer], kernels: Kernels) -> None:
-    """Create the model and its optimizer, which take most of the memory, and their instruments."""
+    """Create the model and its optimizer, which take most of the memory, and their monitors."""
     config, distributed = run.config, run.distributed
     together(distributed, lambda: check_memory(config, layers, distributed))
     distributed.progress.enter("the loading")
@@ -300,7 +300,7 @@ def _preflight(run: Run, done: int) -> None:
 
 
 def _time_collectives(run: Run) -> dict[str, float]:
-    """For --log_communication, time waits from now on, and time each collective without overlap."""
+    """Start timing waits for --log_communication, and time each collective without overlap."""
     distributed = run.distributed
     if not run.config.run.log_communication:
         return {}

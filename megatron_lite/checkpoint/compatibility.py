@@ -331,8 +331,8 @@ def _lost(epochs: Sequence[_Epoch]) -> str:
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
-    """Return how to change the sample order at the end of an epoch, where little is lost, if the
-    only data set reaches one."""
+    """Return a hint to wait for the end of the epoch, which loses few samples; "" with several data
+    sets or if the run ends first."""
     schedule, (_, read, size) = batch_schedule(config.batch), epochs[0]
     goal = schedule.consumed_samples(iterations) + size - read
     end = bisect.bisect_left(
@@ -469,7 +469,7 @@ def _data_sets(
     iterations: int,
     count: int,
 ) -> tuple[list[_DataSet], list[WeightStage]]:
-    """Return a run's data sets and the stages of their weights, 0 for missing data sets up to
+    """Return a run's data sets and weight stages, with weight 0 for data sets missing up to
     `count`.
 
     If a manifest contradicts itself, paths and weights are unknown.

@@ -65,7 +65,7 @@ def shared_iterations(one: Manifest, other: Manifest) -> int:
 
 
 def counts_of(content: Manifest) -> JsonObject:
-    """Return what a checkpoint's iterations have read, see `data.counts`.
+    """Return the counts of the samples read by a checkpoint's iterations, see `data.counts`.
 
     An earlier version did not count. Its stage is known if the run always had the same options.
     """

@@ -264,8 +264,8 @@ class Mirror:
                 self.fetch(best)  # the run continues without it, and logs that
 
     def _restore_records(self) -> None:
-        """Restore the records; append remote lines to local ones, since an iteration's last line
-        counts."""
+        """Restore the records; append remote lines to local ones, because an iteration's last line
+        wins."""
         for name in RECORDS:
             path, there = self._root / name, self._remote.read(name)
             here = path.read_bytes() if path.exists() else b""
@@ -298,7 +298,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _needed(self) -> Iterator[None]:
-        """Convert any store error to one that stops a start, which must not continue without its
+        """Convert a store's error to one that aborts the start, which must not continue without its
         mirror."""
         try:
             yield
@@ -450,8 +450,8 @@ class Mirror:
             self._rotate()
 
     def _unsent(self) -> list[Path]:
-        """List the folders possibly missing there: first the newest checkpoint, then exports, then
-        other checkpoints."""
+        """List the folders that may be missing remotely: first the newest checkpoint, then exports,
+        then other checkpoints."""
         best, found = self._root / "export" / "best", list[Path]()
         own, *others = (
             [path for _, path in find_checkpoints(one)]

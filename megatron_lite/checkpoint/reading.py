@@ -97,7 +97,7 @@ def load_first_good(
 def _load(
     folder: Path, iteration: int, model: MultiStage, distributed: Distributed, optimizer: str
 ) -> tuple[Manifest | None, str | None]:
-    """Fill the shards from one checkpoint; return its manifest and the problem, where available."""
+    """Fill the shards from one checkpoint; return its manifest and the problem, if any."""
     content, problem = open_checkpoint(folder, iteration, distributed)
     if content is None:
         return None, problem

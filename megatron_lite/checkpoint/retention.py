@@ -139,7 +139,7 @@ def prune(
 
 
 def best_of(folder: Path) -> set[int]:
-    """Return the best iteration so far according to a checkpoint, as a resume would; possibly
+    """Return the best iteration recorded in a checkpoint, from which a resume continues; may be
     empty."""
     content = good_manifest(folder)
     return (

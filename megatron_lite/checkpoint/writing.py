@@ -264,7 +264,8 @@ def locate_parameters(
 
 
 def good_manifest(folder: Path, with_files: bool = False) -> Manifest | None:
-    """Return a folder's good manifest (not a link) for the iteration in its name, or None.
+    """Return a folder's manifest if it is good and matches the folder's name; None otherwise, or
+    for a link.
 
     with_files: None also if a file is missing or has another size.
     """
@@ -329,7 +330,7 @@ def host_copy_bytes(config: Config, model: MultiStage) -> int:
 
 
 def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
-    """List the tensors that store each of a rank's `tensors_of`: split weights' two halves,
+    """List the tensors behind each of a rank's `tensors_of`: the two halves of split weights,
     otherwise the shard.
 
     Joining the halves on the GPU would take memory there, which a side stream's pool never returns
@@ -398,7 +399,7 @@ class BackgroundSaves:
         return self._pending is not None
 
     def begin(self, save: Save) -> None:
-        """Start to copy and write the shards in the thread; `save` is prepared."""
+        """Start copying and writing the shards in the thread. `save` must be prepared."""
         assert self._pending is None, "finish the save before"
         start_s, copied = time.perf_counter(), threading.Event()
         self._distributed.wait_for_device()  # the thread's stream does not wait for the update's

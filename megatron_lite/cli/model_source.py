@@ -165,7 +165,8 @@ def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | 
 
 
 def _with_export_type(values: Options, model_type: str | None) -> Options:
-    """Export to the model's own architecture, if it supports the options and none was typed."""
+    """Set the export type to the model's own architecture, if it supports the options and none was
+    typed."""
     if model_type is None or "export_model_type" in values:
         return values
     resolved, problems = examine(unflatten(dict(values)), 1)

@@ -68,7 +68,7 @@ class ScriptParser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit; the usage would fill the screen."""
+        """Print the message and exit, without the usage, which would fill the screen."""
         self.exit(2, f"ERROR: {UsageError(message)} (--help explains)\n")
 
     def _spelled(self, word: str, unknown: list[str]) -> str:

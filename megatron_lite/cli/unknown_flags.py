@@ -136,7 +136,8 @@ def _answer(cases: list[tuple[str, Row]], value: str | None = None, leaf: str = 
 
 
 def _answer_to(row: Row, value: str | None, leaf: str = "") -> str:
-    """Return the answer to a flag; the typed value replaces `leaf`, its name: <4 * hidden_size>."""
+    """Return the answer to a flag, with the typed value in place of `leaf`, its name: <4 *
+    hidden_size>."""
     here, flag = row.here, SPELLINGS.get(row.here.removeprefix("--"))
     if value:
         text = value.lower() in _NOTHING and flag is not None and (flag.is_list or flag.is_text)

@@ -167,7 +167,7 @@ def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[t
 
 
 class KeepRule(NamedTuple):
-    """Keep every checkpoint whose iteration is a multiple of `every`, up to and including iteration
+    """Keeps every checkpoint whose iteration is a multiple of `every`, up to and including
     `until`."""
 
     every: int

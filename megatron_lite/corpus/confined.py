@@ -28,7 +28,7 @@ LONGEST_REASON = 1000  # characters of an error, which may be untrusted text
 
 
 class Limits(NamedTuple):
-    """Limits on one call. program: the subject of errors."""
+    """Limits on one call. program: its name in errors."""
 
     seconds: float = 10.0  # of CPU time, so that other programs do not count
     memory_bytes: int = 2**30  # more than the process has at its first call with these limits

@@ -123,7 +123,7 @@ class FastTokenizer(JsonTokenizer):
 
 
 def shortened(text: str, differs: Callable[[str], bool]) -> str:
-    """Remove from a text what it does not need to differ: halves, quarters, ..., characters."""
+    """Shorten a text as far as it still `differs`, by halves, quarters, ..., characters."""
     size = len(text)
     while size := size // 2:
         for start in range(len(text) - size, -1, -size):

@@ -104,7 +104,7 @@ def batches(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterato
 
 @dataclass(frozen=True)
 class Recipe:
-    """All but the input that a piece's content depends on."""
+    """Everything that a piece's content depends on, except the input."""
 
     encoding: Encoding
     versions: dict[str, str]  # of everything that determines the ids; of fastokens if it is used

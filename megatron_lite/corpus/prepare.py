@@ -453,8 +453,8 @@ def _finished(folder: Path) -> set[str]:
 
 
 def _versions(options: CorpusOptions, files: Sequence[InputFile]) -> list[dict[str, str]]:
-    """Return the versions of all software that determines ids: without fastokens, which always
-    works, and with it if allowed."""
+    """Return the versions of the software that determines ids: always without fastokens, also with
+    it if allowed."""
     import tokenizers
 
     found = [{"megatron_lite": __version__, "tokenizers": tokenizers.__version__}]
@@ -489,8 +489,8 @@ def _options_of_the_result(options: CorpusOptions) -> dict[str, Any]:
 
 
 def fingerprints_of(options: CorpusOptions, files: Sequence[InputFile]) -> list[str]:
-    """Return digests of all that the result depends on: names, sizes and times of the inputs,
-    tokenizer, options.
+    """Return digests of everything that the result depends on: names, sizes and times of the
+    inputs, tokenizer, options.
 
     The first is for `tokenizers`, whose pair always works; the second, if any, is for fastokens.
     """

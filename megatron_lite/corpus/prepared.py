@@ -64,7 +64,7 @@ def older_summary(prefix: str) -> JsonObject:
 
 
 def outdated(prefixes: Iterable[str]) -> Iterator[str]:
-    """Yield warnings about pairs whose tokens may differ under rules changed since."""
+    """Yield warnings about pairs whose tokens may differ under today's rules."""
     for prefix in dict.fromkeys(prefixes):
         if older_summary(prefix):
             yield f"{prefix}: older rules prepared it, perhaps with other tokens; for a new run, prepare it again"

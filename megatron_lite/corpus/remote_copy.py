@@ -160,7 +160,7 @@ def _append(
 
 
 def _version(told: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file: the first of several facts, as listings round times
+    """Return a file's version in a store: the first fact available, because listings round times
     differently."""
     keys = ("ETag", "md5Hash", "LastModified", "Last-Modified", "mtime")
     version = next((told[key] for key in keys if told.get(key)), "")

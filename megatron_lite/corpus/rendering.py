@@ -31,7 +31,7 @@ Parts = list[tuple[int, int]]  # of a text, which count
 
 
 def described(folder: str) -> tuple[str, dict[str, str], Any, list[tuple[str, list[int]]]]:
-    """Return AutoTokenizer's reading of a folder, without the folder's code and without a network.
+    """Load a folder with AutoTokenizer, without the folder's code and without a network.
 
     Returns: the effective tokenizer.json, special tokens by name, its chat templates as in a
     tokenizer_config.json, and texts, among them every added token, with their ids.
@@ -98,7 +98,7 @@ def rendered(
 
 
 def _chosen(template: Any, tools: Any) -> str:
-    """Choose among named templates like transformers."""
+    """Choose among named templates, as transformers does."""
     if isinstance(template, str):
         return template
     named = {entry["name"]: entry["template"] for entry in template}

@@ -38,7 +38,7 @@ BYTES, SMALL = "bytes need no library", "the input is small"  # reasons not wort
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The user's choice.
+    """The user's choice of tokenizer.
 
     begin, end: a token, `none`, or None for the default: no token at the beginning, the tokenizer's
     own at the end.
@@ -84,7 +84,7 @@ class TokenizerChoice:
         self, folder: Path, files: Sequence[InputFile], fields: TextFields, strict: bool
     ) -> tuple[Encoding, JsonTokenizer]:
         """Train the tokenizer if necessary, put its file into the work folder, and return its
-        encoding and itself.
+        encoding and the tokenizer.
 
         Raises:
             DataError: if it cannot be read or has no end of documents.

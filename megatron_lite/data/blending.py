@@ -127,7 +127,7 @@ class Blend:
         return len(lines) - 1
 
     def _line(self, left: list[int], datasets: list[int], first_share: int) -> list[_Segment]:
-        """Return a node's line: steps of 0 or 1 only, however it is rounded."""
+        """Return a node's line, whose rounded values only ever step by 0 or 1."""
         line = [_Segment(0, 0, first_share)]
         for stage, due in zip(self.stages[1:], self._due[1:], strict=True):
             whole = _total(stage, datasets)

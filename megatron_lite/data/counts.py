@@ -23,7 +23,7 @@ Read = tuple[str, str, int, int, int]
 
 
 class Counts:
-    """The samples of training: a start's own, after those of earlier starts in a checkpoint (see
+    """The samples read in training: by earlier starts, from a checkpoint, then by this one (see
     `begin`)."""
 
     order: Blend | Concatenation | None = None  # None: random tokens, or no training
@@ -39,8 +39,8 @@ class Counts:
             self.begin(began["counts"], began["iteration"])
 
     def iterations_of(self, tokens: int) -> int:
-        """Return the fewest iterations that read this many tokens; by the options where earlier
-        starts did not count."""
+        """Return the fewest iterations that read this many tokens; uses the options where earlier
+        starts kept no counts."""
         return (self._planned if self.schedule.since else self.schedule).iterations_of(tokens)
 
     def begin(self, saved: JsonObject, iteration: int) -> None:

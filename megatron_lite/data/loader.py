@@ -254,8 +254,8 @@ class DataSource:
     def _samples(
         self, phase: str, first: Iterator[Request], others: Iterator[Request]
     ) -> Iterator[Iterator[Samples]]:
-        """Read the requested samples in order: the others ahead of time by workers, which start
-        meanwhile, or in place.
+        """Yield the requested samples in order: `first` read in place, `others` ahead of time by
+        workers, if any.
 
         Only training from files uses workers: a validation is short and would mostly wait for them
         to start, and random tokens take less time to generate than to send.

@@ -151,7 +151,7 @@ class Sets(NamedTuple):
 
 
 def _open_sets(config: Config, flags: Collection[str]) -> dict[str, Sets]:
-    """Open these options' data sets; --loss_mask has a word per data set of all three."""
+    """Open these options' data sets; --loss_mask has one word per data set, over all three."""
     paths = {flag: weighted_paths(getattr(config.data, flag), flag) for flag in PATH_FLAGS}
     allow_open_files(FILES_OF_A_SET * sum(len(paths[flag]) for flag in flags) + OTHER_FILES)
     open_once = functools.cache(IndexedDataset)
@@ -193,8 +193,8 @@ def _check_same_documents(mask: IndexedDataset, dataset: IndexedDataset) -> None
 
 
 def _check_some_count(mask: IndexedDataset, phase: str, first: int, end: int) -> None:
-    """Check that a mask keeps a token of documents [first, end), which the first entries usually
-    show.
+    """Check that a mask keeps at least one token of documents [first, end); the first entries
+    usually do.
 
     Raises: DataError: one line that names the file. More than `SEARCHED` zeros prove nothing.
     """

@@ -212,8 +212,7 @@ def load_tokenizer(
     needs_end: bool = True,
     said: TokenizerFiles | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer named `byte`, or a `tokenizer.json` like JsonTokenizer. Raises: its
-    errors."""
+    """Load `byte`, or a `tokenizer.json` as a JsonTokenizer. Raises: its errors."""
     return ByteTokenizer() if path == BYTE else JsonTokenizer(path, special_tokens, needs_end, said)
 
 

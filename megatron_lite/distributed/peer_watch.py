@@ -355,8 +355,8 @@ class Meeting:
             raise end
 
     def _compare(self, options: Mapping[str, Sequence[str]]) -> None:
-        """Refuse options that differ between ranks: a hang, a wrong update or a crash inside a
-        library would follow."""
+        """Refuse options that differ between ranks, which would hang, update wrongly or crash
+        inside a library."""
         first = self.places[0]
         other = next((place for place in self.places if place.options != first.options), None)
         if other is None:
@@ -441,8 +441,8 @@ class PeerWatch:
         return self._meeting.bounded(lambda: self._meeting.store.multi_get(keys)) or []
 
     def heard(self, rows: Sequence[bytes]) -> set[Place]:
-        """Return this machine's ranks, and those that have written since `rows` were read, seconds
-        ago."""
+        """Return this machine's ranks, and those that have written since `rows` were read, a few
+        seconds earlier."""
         places = self._meeting.places
         moved = {
             place

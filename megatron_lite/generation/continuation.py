@@ -179,8 +179,8 @@ def _checked(tokens: list[int]) -> list[int]:
 def _next_tokens(
     texts: Sequence[Text | None], cache: KeyValueCache, device: torch.device
 ) -> MicroBatch:
-    """Return a micro-batch with every text's newest token; rows without a text give meaningless
-    logits.
+    """Return a micro-batch with every text's newest token; the logits of rows without a text are
+    meaningless.
 
     With several rows, idle rows are added: a CPU computes a tensor's last elements with other
     instructions than the rest, and products of fewer than four rows treat them differently.

@@ -36,8 +36,8 @@ def read_origin(folder: Path) -> dict[str, Any]:
 def special_ids(
     stated: Mapping[str, Any], tokenizer: Mapping[str, int | None], is_trained: bool
 ) -> dict[str, Any]:
-    """Return an export's ids: as stated, else the tokenizer's, whose end of document ends trained
-    texts."""
+    """Return an export's special ids: as stated, else the tokenizer's; trained texts end with its
+    end of document."""
     ids = {key: tokenizer.get(key) if stated.get(key) is None else stated[key] for key in _IDS}
     ends, end = ids["eos_token_id"], tokenizer.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

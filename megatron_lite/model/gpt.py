@@ -69,8 +69,8 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
 def round_products(
     layers: Iterable[Layer], options: PerformanceConfig, kernels: Kernels, group: Group
 ) -> None:
-    """Make the linear layers of blocks, or those that --quantization_targets select, round their
-    factors.
+    """Round the factors of products in the blocks' linear layers, or in those selected by
+    --quantization_targets.
 
     Raises:
         UsageError: if a pattern selects nothing.

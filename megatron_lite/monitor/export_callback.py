@@ -61,8 +61,8 @@ class ExportCallback:
         environment: Mapping[str, str] | None = None,
         secrets: Collection[str] = (),
     ):
-        """Start without a queue. environment: the script's whole environment. secrets: values to
-        hide from its output."""
+        """Prepare the runner. environment: the script's whole environment. secrets: values to hide
+        from its output."""
         self._script = os.path.abspath(script) if script else ""
         self._environment, self._secrets = environment, secrets
         self._pool = ThreadPoolExecutor(1, "export-callback")

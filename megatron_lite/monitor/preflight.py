@@ -270,8 +270,8 @@ def problems(
 def _slow(
     ranks: Sequence[Facts], links: Links, earlier: Links
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the slow links, and compared with what. Links within a machine of CPUs depend on its
-    load."""
+    """Yield each slow link, and what it was compared with. Links within a machine of CPUs depend on
+    its load."""
     on_gpus = any("GPU" in facts.versions for facts in ranks)
     for is_between, kind in ((True, "between machines"), (False, "within a machine")):
         alike = {

@@ -100,7 +100,7 @@ class CopyCheck:
             )
 
     def _compare(self, name: str, copies: Tensor, holders: tuple[int, ...]) -> None:
-        """Compare the copies, (ranks, ...), of these ranks of the group."""
+        """Compare these ranks' copies, (ranks, ...)."""
         self._compared += 1
         bits = copies.view(BITS[copies.itemsize])
         differs = torch.zeros_like(bits[0], dtype=torch.bool)

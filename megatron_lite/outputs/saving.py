@@ -257,8 +257,8 @@ def _refuse_lost_folder(run: Run) -> None:
 
 
 def export(run: Run, best: bool = False) -> None:
-    """Write a permanent export of the current weights, or export/best, of the weights that
-    --keep_best measures."""
+    """Write a permanent export of the current weights, or export/best of the weights measured by
+    --keep_best."""
     refuse_bad_steps(run)
     directory, config = run.experiment.export(None if best else run.iteration), run.config
     if directory is None:

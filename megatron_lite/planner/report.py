@@ -82,8 +82,8 @@ def dry_run(
 
 
 def _asked_or_recommended(search: Search, config: Config) -> tuple[Config, Changes]:
-    """Return the options, and their changes: as asked if they fit the search's ranks, otherwise as
-    recommended.
+    """Return the options and their changes: the requested ones if they fit the search's ranks,
+    otherwise the recommended ones.
 
     config: resolved for another number of ranks.
     """
@@ -275,8 +275,8 @@ def _level_title(level: str, chosen: str) -> str:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """Yield the mirror, and on a GPU the host memory of asynchronous checkpoints (on a CPU a row of
-    another table)."""
+    """Yield rows for the mirror and, on a GPU, for the host memory of asynchronous checkpoints (on
+    a CPU in another table)."""
     if (mirror := plan.config.checkpoint.mirror) is not None:
         yield f"mirror: {mirror} gets checkpoints and exports; a start restores from there what is missing here"
     copy = host_copy_bytes(plan.config, plan.model)

@@ -373,8 +373,8 @@ def divisors(number: int) -> list[int]:
 
 
 def fewest_changes(asked: Config, layout: Layout) -> Changes:
-    """Return a minimal set of changes that turns the options as asked into a layout; None unsets an
-    option."""
+    """Return a minimal set of changes that turns the requested options into a layout; None unsets
+    an option."""
     typed = flatten(asked)
     wanted = flatten(layout.config)
     plan = layout.plan

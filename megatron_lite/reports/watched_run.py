@@ -206,7 +206,7 @@ class Metrics:
             self.add(record)
 
     def add(self, record: JsonObject) -> None:
-        """Add one record; skip it without phase or iteration.
+        """Add one record, unless it has no phase or iteration.
 
         Raises:
             DataError: if there are more names of numbers than any run has.
@@ -255,7 +255,7 @@ class Metrics:
         return list(dict.fromkeys(phase for phase, _ in self._columns))
 
     def curve(self, phase: str, name: str) -> Curve:
-        """Return a phase's curve of a number; empty without records."""
+        """Return the curve of a phase's number; empty without records."""
         iterations, values = self._columns.get((phase, name), (array("q"), array("d")))
         # An iteration's last record counts: look for first ones from the end.
         unique, places = np.unique(np.array(iterations, np.int64)[::-1], return_index=True)

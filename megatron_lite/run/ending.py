@@ -78,7 +78,7 @@ class Ending:
         self._done = threading.Event()  # only the end of the process remains
 
     def met(self, meeting: Meeting) -> None:
-        """Talk to the other ranks from now on, and watch them once all have met."""
+        """Start communicating with the other ranks, and watch them once all have met."""
         self._meeting, self.places = meeting, meeting.places
         if self.places:
             asked = "as another rank asked"
@@ -207,7 +207,7 @@ class Ending:
     # ---------------------------------------------------------------------------------------------
 
     def _explained(self, lost: PeerError) -> PeerError:
-        """Return a lost peer's error with an explanation for the user, or with the news that it was
+        """Return a lost peer's error with an explanation for the user, or the error that it was
         stopped."""
         near = self._near()
         machine = self.places[self._rank].machine

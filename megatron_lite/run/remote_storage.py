@@ -132,7 +132,7 @@ class Storage:
             os.fsync(file.fileno())
 
     async def _stream(self, there: str, file: IO[bytes]) -> None:
-        """Append what a web server sends, which may not support ranges, or not know the size."""
+        """Append a web server's response; the server may not support ranges or know the size."""
         headers = {"Accept-Encoding": "identity"}
         if start := file.tell():
             headers["Range"] = f"bytes={start}-"
@@ -148,7 +148,7 @@ class Storage:
 
 
 def _part_bytes(size: int) -> int:
-    """Return the part size for a file, of which a store takes 10,000 parts."""
+    """Return the part size for a file; a store accepts 10,000 parts."""
     return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
@@ -246,7 +246,7 @@ class RemoteFolder(Storage):
             self._put(target, lambda there: self.call("cp_file", self.at(name), there))
 
     def delete(self, folder: str, mark: str) -> None:
-        """Delete a folder, beginning with the file without which it does not count."""
+        """Delete a folder, its mark first, without which it does not count."""
         with contextlib.suppress(FileNotFoundError):
             self.call("rm_file", self.at(mark))
         with contextlib.suppress(FileNotFoundError):

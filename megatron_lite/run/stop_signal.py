@@ -152,8 +152,8 @@ class TimeLimit(NamedTuple):
 
 
 class JobEnd:
-    """A number of seconds before the end of a Slurm job, which `scontrol update TimeLimit` may have
-    moved meanwhile.
+    """A limit some seconds before the end of a Slurm job, which `scontrol update TimeLimit` may
+    have moved meanwhile.
 
     end_s: by the wall clock, when the job began. When it is near, squeue is asked, and again once
     the end has moved.

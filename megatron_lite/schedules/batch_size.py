@@ -64,7 +64,8 @@ class BatchSchedule(NamedTuple):
 
     @property
     def since(self) -> str:
-        """The limit of the sums, to append to them; empty if all segments are known."""
+        """A suffix for messages about the sums: where they begin; empty if all segments are
+        known."""
         return "" if self.segments[0].size else f" since iteration {self.segments[1].start:,}"
 
     @property

@@ -53,8 +53,8 @@ def is_constant(options: LearningRateConfig) -> bool:
 
 
 def _first_iteration(config: Config) -> int:
-    """Return the iteration, counted from 1, of step 0: 0 by default, because the first update uses
-    lr / warmup."""
+    """Return the iteration of step 0: 0 by default (iterations count from 1), because the first
+    update uses lr / warmup."""
     return 1 - config.learning_rate.lr_step_offset - config.learning_rate.lr_schedule_offset
 
 

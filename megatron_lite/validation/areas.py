@@ -180,8 +180,8 @@ def _yarn(draft: Draft) -> Problems:
 
 
 def _scaling(draft: Draft) -> Problems:
-    """Derive the original length and YaRN's factor like Hugging Face: max_position_embeddings, and
-    the quotient."""
+    """Derive the original length (max_position_embeddings) and YaRN's factor (the quotient), like
+    Hugging Face."""
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
     if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
         if longest < original:

@@ -91,8 +91,7 @@ def _minimum(draft: Draft) -> Problems:
 
 
 def _cycles(draft: Draft, end: int) -> Problems:
-    """Check that the cooldown is shorter than the schedule and that the cycles fit into the
-    rest."""
+    """Check that the cooldown is shorter than the schedule and that the cycles fit before it."""
     cooldown = cooldown_steps(draft)
     total, length = end - cooldown, f"the schedule has {end} iterations"
     if cooldown:

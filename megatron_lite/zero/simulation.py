@@ -133,8 +133,7 @@ class Transfers(NamedTuple):
 def transfers(
     ranks: Sequence[Sequence[Pass]], pipeline: Pipeline, timeline: Timeline, rank: int, ties: Ties
 ) -> Transfers:
-    """Return when a rank sends and receives. A receive starts before the pass that runs while its
-    result is sent.
+    """Return a rank's messages. A receive starts before the pass during which its result is sent.
 
     By then its rank has needed nothing that is sent later, so no send waits for a receive that
     waits for the send: the simulated order is safe for any real durations.

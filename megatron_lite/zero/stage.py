@@ -44,7 +44,7 @@ class Buffer:
         self._pending: Handle | None = None
 
     def start(self, collective: Handle) -> None:
-        """Hand the memory to a collective; nobody may touch it before `wait`."""
+        """Hand the memory to a collective; it must not be touched before `wait`."""
         assert self._pending is None, (
             f"buffer of stage {self.holder} already has a pending collective"
         )

@@ -156,8 +156,8 @@ def _transfer_rows(profile: Profile) -> Iterator[list[str]]:
 
 
 def _behind(group: Sequence[tuple[Transfer, IterationTimes]]) -> str:
-    """Name the computations with the longest overlap with the collectives, each with its share of
-    the time."""
+    """Return the names of the computations that overlap longest with the collectives, each with its
+    share of the time."""
     window_s = sum(transfer.window_s for transfer, _ in group)
     behind = defaultdict[tuple[str, int], float](float)
     for transfer, times in group:

@@ -84,7 +84,7 @@ class Transfer:
 
     @property
     def window_s(self) -> float:
-        """The time that it was under way before the wait."""
+        """The time in flight before the wait."""
         start_s, end_s = self.under_way_s
         return max(min(end_s, self.waits_s) - start_s, 0.0)
 
