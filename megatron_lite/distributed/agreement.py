@@ -97,7 +97,8 @@ def write_together(
 
 
 def first_problem(distributed: Distributed, action: Callable[[], None]) -> str | None:
-    """Run a reading action on every rank; return the lowest affected rank's problem, or None."""
+    """Run an action that reads on every rank; return the problem of the lowest rank with one, or
+    None."""
     _, problems = _attempt(distributed, action, _describe_read)
     return next((problem for problem in problems if problem is not None), None)
 

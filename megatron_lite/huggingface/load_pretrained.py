@@ -110,7 +110,7 @@ def open_source(
 
 
 def with_state(found: list[tuple[str, Path]], needed: bool) -> list[tuple[str, Path]]:
-    """Return only the checkpoints among several folders if their state is needed, else all."""
+    """Return only the checkpoints if a state that exports lack is needed, else all folders."""
     return [pair for pair in found if pair[0] == "distributed" or not needed] or found
 
 

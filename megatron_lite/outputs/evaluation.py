@@ -1,4 +1,4 @@
-"""Run a run's evaluations, samples and exports."""
+"""Run the evaluations, samples and exports of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limit the silence of a store, whatever its library waits for.
+"""Time out a remote store that stays silent, whatever its library waits for.
 
 Libraries limit connecting and reading, but not sending: s3fs sends the head of an upload and waits
 for permission to send the body, and aiohttp waits until a body is sent, both forever. So this
