@@ -128,8 +128,7 @@ class Mirror:
 
         Raises:
             StorageError: if the mirror cannot be read, or an empty one written: no run may begin
-                without
-                its mirror. Or if it belongs to another run.
+                without its mirror. Or if it belongs to another run.
             CheckpointError: if only --mirror_ahead could decide which side continues.
         """
         with self._needed():
