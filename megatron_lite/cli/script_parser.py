@@ -34,10 +34,10 @@ class ScriptParser(argparse.ArgumentParser):
     suggests flags."""
 
     def __init__(self, about: str | None = None, **options: Any) -> None:
-        """Set up the parser. about: a command's docstring; the help shows its first line and the
-        exit codes."""
+        """Set up the parser. about: a command's docstring; the help shows its summary and the exit
+        codes."""
         if about:
-            summary, _, more = about.partition("\n")
+            summary, _, more = about.partition("\n\n")
             _, title, codes = more.rpartition("Exit codes:")
             options |= {"description": summary, "epilog": title and title + codes}
         super().__init__(allow_abbrev=False, **options)

@@ -91,6 +91,17 @@ def test_a_script_is_its_verb(verb: str) -> None:
         assert end.value.code == 2
 
 
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if "commands" in VERBS[verb]])
+def test_help_shows_the_whole_summary(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the module's docstring, also where it has two lines."""
+    module = importlib.import_module(VERBS[verb])
+    summary, _, _ = (module.__doc__ or "").partition("\n\n")
+    with pytest.raises(SystemExit) as end:
+        module.main(["--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and summary and " ".join(summary.split()) in page
+
+
 def test_an_interrupt_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
