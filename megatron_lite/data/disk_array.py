@@ -79,6 +79,8 @@ class DataFile:
 
         A server that fails over or a stale handle then costs a pause and not the run. number: of
         this try.
+
+        Raises: DataError if the file is gone, or after the last try.
         """
         try:
             return action()

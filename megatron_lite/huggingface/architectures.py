@@ -153,12 +153,12 @@ class Architecture:
 
     @property
     def defaults(self) -> JsonObject:
-        """Map keys of config.json to values if missing."""
+        """Map keys of config.json to values if missing; includes keys that are no single option."""
         return _COLUMNS[self.name]
 
     @property
     def keys(self) -> dict[str, str]:
-        """Map keys of config.json to our options, if they are one."""
+        """Map the keys of config.json that are a single option to that option."""
         options = _COLUMNS["option"]
         return {key: options[key] for key in self.defaults if key in options}
 

@@ -64,8 +64,8 @@ class Products(NamedTuple):
     )
 
     def add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to the weight's gradient: now, or later in a pass that computes only the
-        input's gradient."""
+        """Add dy^T x to the weight's gradient: now, or in a later pass if this one computes only
+        the input's gradient."""
         if weight.later is None:
             self.of_weight(weight, dy, x)
         else:

@@ -39,6 +39,9 @@ def open_callback(
     """Check the script before any training and return its runner; "" means no script.
 
     environment: the script's whole environment. variables: names in it whose values may be secrets.
+
+    Raises:
+        UsageError: if the script is not a file, or not executable.
     """
     if not script:
         return ExportCallback()
