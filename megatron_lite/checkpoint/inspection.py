@@ -52,10 +52,10 @@ def inspect(folder: Path, values: bool = False) -> Inspection:
             problems += not_finite(folder, content, progress)
     others = sorted(path.name for path in folder.iterdir() if not OUR_FILE.fullmatch(path.name))
     remarks = [f"other files: {', '.join(map(ascii, others[:5]))}"] if others else []
-    return Inspection(num_bytes, _shape_text(content.grid), problems, remarks)
+    return Inspection(num_bytes, shape_text(content.grid), problems, remarks)
 
 
-def _shape_text(shape: Mapping[str, int]) -> str:
+def shape_text(shape: Mapping[str, int]) -> str:
     """Return the ranks along each dimension; without a pipeline, from data-parallel ranks to the
     last dimension with several."""
     text = "x".join(map(str, shape.values()))

@@ -38,7 +38,7 @@ PLACES = """
 import json, logging, sys
 from types import SimpleNamespace
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.checkpoint.reading import _shape_text
+from megatron_lite.checkpoint.inspection import shape_text
 from megatron_lite.checkpoint.resume import _other_ranks
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.dimensions import RankGrid, ranks_per_layer
@@ -75,7 +75,7 @@ def places(size):
         "grid": world.grid.ranks("dummy"),
         "banner": describe_ranks(simulated),
         "manifest": saved.grid,
-        "verified": _shape_text(saved.grid),
+        "verified": shape_text(saved.grid),
         "resumed": _other_ranks(saved, SimpleNamespace(world_size=4, grid=RankGrid(4, asked(1).distributed))),
         "samples": [data_ranks(options, ranks), resolved.batch.sequential_micro_batches],
         "planned": plan.model.group.world_size,

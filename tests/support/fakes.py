@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.manifest import KINDS, MOMENTS
+from megatron_lite.config.dimensions import RankGrid
 from megatron_lite.kernels.weight_shard import WeightShard
 from megatron_lite.parameter import Initializer, ParameterSpec
 from megatron_lite.tiles import Block, Split
@@ -50,7 +51,7 @@ class World:
 
 def one_rank() -> Any:
     """The only rank of a run, in the thread of the test."""
-    return ThreadRank(0, Meetings(1, 1))
+    return ThreadRank(0, Meetings(RankGrid(1, None)))
 
 
 @dataclass
