@@ -281,6 +281,16 @@ def log_ending(run: Run, message: str) -> None:
     )
 
 
+def _next_step(config: Config) -> str:
+    """Return what to try with the weights of a finished run, after "; ", or nothing."""
+    if config.data.tokenizer_file is None:
+        return ""
+    model = f"--model {config.run.experiment_dir}"
+    return "; continue a text with: " + as_installed(
+        f"python scripts/generate.py {model} --prompt TEXT"
+    )
+
+
 def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
     """Write report.html on rank 0, or log in one line why not; skip a lost directory or a run
     without records.
@@ -302,6 +312,8 @@ def leave_report(run: Run, in_a_hurry: bool, failed: bool = False) -> None:
                 )
             return
         write_report([root], root / REPORT_FILE)
+        if not in_a_hurry:
+            run.logger.info("%s shows this run%s", root / REPORT_FILE, _next_step(run.config))
     except Exception as error:  # the report must not fail the run
         if not failed and not isinstance(error, DataError):
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]

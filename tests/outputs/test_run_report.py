@@ -18,7 +18,10 @@ def fake_run(root: Path | None, rank: int = 0, report: bool = True, lost: bool =
     """As much of a run as the page needs."""
     return SimpleNamespace(
         experiment=SimpleNamespace(root=root, is_lost=lambda: lost),
-        config=SimpleNamespace(run=SimpleNamespace(report=report)),
+        config=SimpleNamespace(
+            run=SimpleNamespace(report=report, experiment_dir="mine"),
+            data=SimpleNamespace(tokenizer_file="byte"),
+        ),
         distributed=SimpleNamespace(rank=rank),
         logger=logging.getLogger("test of the page"),
     )
@@ -95,4 +98,7 @@ def test_a_stopped_run_leaves_a_long_page_for_later(
     caplog.set_level(logging.INFO)
     leave_report(fake_run(root), in_a_hurry)
     assert (root / "report.html").exists() is written
-    assert [record.levelname for record in caplog.records] == ["INFO"] * (not written)
+    (record,) = caplog.records
+    said = f"{root}/report.html shows this run; continue a text with: " if written else "no report"
+    assert record.levelname == "INFO" and record.getMessage().startswith(said)
+    assert record.getMessage().endswith(" --model mine --prompt TEXT") is written
