@@ -107,9 +107,9 @@ class SourceConfig(Area):
         excludes=(
             Rule(
                 "load_parts=architecture",
-                "nothing of --pretrained_checkpoint_path would be used",
+                "with --use_pretrained_config=0, nothing of --pretrained_checkpoint_path would be used",
                 when=f"{PRETRAINED} and use_pretrained_config=0",
-                fix="leave it out, or one of these",
+                fix="leave one of the four out",
             ),
         ),
     )

@@ -251,13 +251,16 @@ def test_preset_counts_as_typed(folder: Path) -> None:
 
 
 def test_a_folder_of_which_nothing_would_be_used(folder: Path) -> None:
-    with pytest.raises(UsageError, match="nothing of --pretrained_checkpoint_path would be used"):
-        pretrained(
-            folder,
-            "--use_pretrained_config=0",
-            "--ignore_pretrained_config=1",
-            "--load_parts=architecture",
-        )
+    """The message names all flags that together leave nothing."""
+    flags = (
+        "--use_pretrained_config=0",
+        "--ignore_pretrained_config=1",
+        "--load_parts=architecture",
+    )
+    said = "nothing of --pretrained_checkpoint_path would be used"
+    with pytest.raises(UsageError, match=said) as caught:
+        pretrained(folder, *flags)
+    assert all(flag in str(caught.value) for flag in flags)
 
 
 @pytest.mark.parametrize(
