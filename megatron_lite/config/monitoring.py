@@ -149,7 +149,7 @@ class TrackingConfig(Area):
         (),
         "tags of the Weights & Biases run",
         may_differ=True,
-        pattern=".{1,64}",
+        pattern="(?s).{1,64}",
         why="each tag has 1 to 64 characters",
     )
     wandb_mode: str | None = wandb_option(
