@@ -18,7 +18,7 @@ unset PYTHONDONTWRITEBYTECODE # else each of the hundreds of programs that tests
 tests=()
 if [ "${1:-}" = --changed ]; then
     changed="$("$PYTHON" -m tests.support.changed_tests "${@:2}")"
-    mapfile -t tests <<<"$changed"
+    if [ -n "$changed" ]; then mapfile -t tests <<<"$changed"; fi # else all
     set --
     say "running the tests of what has changed"
 elif [ "$#" -gt 0 ]; then
