@@ -243,9 +243,8 @@ class _Parser:
         """Store the value of one flag, or record its problem."""
         if item.name in SPELLINGS:
             self._take_option(item, SPELLINGS[item.name])
-        elif row := refused_row(
-            item.name
-        ):  # accepted if the value describes this program's behaviour anyway
+        elif row := refused_row(item.name):
+            # accepted if the value describes this program's behaviour anyway
             values = item.values or (["1"] if row.switch else [])
             if not values or not accepts(row, " ".join(values)):
                 typed = f"{item.spelling}={shown(' '.join(values))}" if values else item.spelling

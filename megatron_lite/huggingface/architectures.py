@@ -138,12 +138,10 @@ class Architecture:
 
     name: str
     class_name: str
-    constants: JsonObject = field(
-        default_factory=dict
-    )  # keys of config.json -> the only value that we can express
-    biases: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # key -> the options that it states
+    # Keys of config.json -> the only value that we can express.
+    constants: JsonObject = field(default_factory=dict)
+    # Key -> the options that it states.
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
 
     @property

@@ -20,9 +20,8 @@ if kernels_can_run() or "triton" in sys.modules:
     try:
         import triton
         import triton.language as tl
-    except (
-        ImportError
-    ):  # Triton does not exist for every platform; the torch references do not need it
+    except ImportError:
+        # Triton does not exist for every platform; the torch references do not need it
         triton = tl = None
 else:
     triton = tl = None

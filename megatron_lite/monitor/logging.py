@@ -163,14 +163,12 @@ class ConsoleHandler(logging.Handler):
             else:
                 stream.write(text + "\n")
             stream.flush()
-        except (
-            BrokenPipeError
-        ):  # without this, Python's flush at exit would fail again, with exit code 120
+        except BrokenPipeError:
+            # without this, Python's flush at exit would fail again, with exit code 120
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
-        except (
-            OSError
-        ):  # a full disk behind a redirected stdout: the line is lost, the run continues
+        except OSError:
+            # a full disk behind a redirected stdout: the line is lost, the run continues
             pass
         except Exception:
             self.handleError(record)

@@ -120,9 +120,8 @@ def _buffers(options: Draft) -> Iterator[str]:
             instead = ", whatever --zero_stage=auto chooses"
         elif zero_stage >= shared_from and count != 2:
             instead = f"; --zero_stage={zero_stage} by itself would set 2"
-        elif (
-            zero_stage < shared_from and count < stages - options.tie_word_embeddings
-        ):  # a tied one has its own
+        elif zero_stage < shared_from and count < stages - options.tie_word_embeddings:
+            # a tied one has its own
             each = "" if size == "auto" else f" ({stages})"
             instead = f"; --zero_stage={zero_stage} by itself would set one per stage{each}"
         if instead or count > stages:

@@ -72,9 +72,8 @@ class ShardUpdate:
         self._reduction.wait()
         if self._accumulate:
             self._shard.add_(self._own_slice)
-        elif (
-            self._shard.data_ptr() != self._own_slice.data_ptr()
-        ):  # otherwise the shard is a view of the buffer
+        elif self._shard.data_ptr() != self._own_slice.data_ptr():
+            # otherwise the shard is a view of the buffer
             self._shard.copy_(self._own_slice)
 
 

@@ -351,9 +351,8 @@ def _exact(config: Config, layout: Layout) -> Layout | None:
             return None
         depth, breadth = 1, depth * breadth
         exact = layout.exact()
-    elif depth > 1 and exact.kept(
-        REDUCES
-    ):  # a stage that shares no buffer adds up all its micro-batches first
+    elif depth > 1 and exact.kept(REDUCES):
+        # a stage that shares no buffer adds up all its micro-batches first
         return None
     elif config.model.tie_word_embeddings and config.multi_stage.pipeline_placement == "loop":
         depth, breadth = 1, depth * breadth  # the embedding's part of a tied gradient comes last
