@@ -175,9 +175,9 @@ def moved_samples(
         return None
     if old_length != length:
         return (
-            f"--sequence_length={length}: samples are cut differently, in another order, so that some tokens are read "
-            f"again before all were read{_lost(_epochs(sets, config, iterations))}; no schedule avoids that; to "
-            f"continue after the last sample read, write --sequence_length={old_length}"
+            f"--sequence_length={length}: samples are cut at other places and come in another order, so some tokens "
+            f"repeat before the epoch has read them all{_lost(_epochs(sets, config, iterations))}; no schedule avoids "
+            f"that; to continue after the last sample read, write --sequence_length={old_length}"
         )
     moved = f"{abs(read - counted):,} samples are {'read again' if counted < read else 'left out'}"
     return (
@@ -327,7 +327,9 @@ def _lost(epochs: Sequence[_Epoch]) -> str:
     if not again:
         return ""
     share = again / sum(size - read for _, read, size in epochs)
-    return f": about {share:.1%} of what comes until the epoch ends was read in it before, and as much is left out"
+    return (
+        f": about {share:.1%} of the rest of this epoch was already read, and as much is left out"
+    )
 
 
 def _way_to_the_end(epochs: Sequence[_Epoch], config: Config, iterations: int) -> str:
@@ -503,7 +505,7 @@ def other_evaluations(loaded: Manifest, config: Config, identity: JsonObject) ->
         )
         if is_other and loaded.config.get(iterations) and getattr(config.training, iterations):
             flag = config.data.path_flag(phase) if new or shares else "split"
-            yield f"--{flag}: other {phase} data than before: losses of the {phase} do not compare with earlier ones"
+            yield f"--{flag}: other {phase} data than before: {phase} losses are not comparable with earlier ones"
 
 
 def wrong_frozen_layers(loaded: Manifest) -> Iterator[str]:

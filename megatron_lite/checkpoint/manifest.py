@@ -251,7 +251,7 @@ def parse(text: bytes) -> Manifest:
         if RANK_FILE.fullmatch(name) is None:
             raise DamagedError(f"{ascii(name[:80])} is not a file name of this format")
         if len(file.crc32) != 8 * len(file.blocks):
-            raise DamagedError(f"{name} has not a checksum for each block")
+            raise DamagedError(f"{name} does not have one checksum per block")
     parameters = {
         name: _parameter(name, item, entry["files"]) for name, item in entry["parameters"].items()
     }
@@ -289,9 +289,9 @@ def _parameter(name: str, value: Any, files: Mapping[str, SavedFile]) -> SavedPa
         for piece in pieces:
             numel, rest = divmod(piece.num_bytes, itemsize)
             if piece.file not in files or piece.end > files[piece.file].size:
-                raise DamagedError(f"{what} are not inside of the listed files")
+                raise DamagedError(f"{what} lie outside the listed files")
             if rest or not (piece.run == numel or (piece.run < row and numel % piece.run == 0)):
-                raise DamagedError(f"{what} have another number of bytes than their elements")
+                raise DamagedError(f"{what} have more or fewer bytes than their elements need")
             if not has_columns and piece.first != covered:
                 raise DamagedError(f"{what} leave a gap or overlap at element {covered}")
             covered += numel

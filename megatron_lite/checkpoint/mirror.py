@@ -203,8 +203,8 @@ class Mirror:
         if shared < min(here.iteration, there.iteration) and ahead is None:
             raise CheckpointError(
                 f"{self._flag}: {places}, but after iteration {shared} the two were trained with different options; "
-                "write --mirror_ahead=restore to go on from there, or --mirror_ahead=set_aside to go on from here: the "
-                "other checkpoints are set aside"
+                "write --mirror_ahead=restore to continue from the mirror, or --mirror_ahead=set_aside to continue from "
+                "here; the other checkpoints are set aside"
             )
         if shared < there.iteration and ahead == "set_aside":
             self.set_aside(shared)
@@ -334,7 +334,7 @@ class Mirror:
                 "another start of this run" if there["run"] == self._claim["run"] else "another run"
             )
             raise StorageError(
-                f"{self._flag}: {who} uses it{_host(there)}; this one ends, and copies nothing more there. Give each "
+                f"{self._flag}: {who} uses it{_host(there)}; this run ends and copies nothing more to it. Give each "
                 "run its own mirror"
             )
         self._remote.write(MARK_NAME, json.dumps(self._claim).encode())

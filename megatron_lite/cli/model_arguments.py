@@ -27,7 +27,7 @@ def model_arguments(count: str | None = None) -> argparse.ArgumentParser:
     )
     add(
         "--tokenizer_file",
-        help="tokenizer.json, or byte (default: the model's own, or that of its training)",
+        help="tokenizer.json, or byte (default: the model's own, or the one it was trained with)",
     )
     add(
         "--weights",

@@ -63,7 +63,7 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     add(
         "--seed",
         type=int,
-        help="--seed of a run that an earlier version began: its validation depends on it",
+        help="--seed of the run, needed if an earlier version began it: its validation samples depend on the seed",
     )
     add(
         "--sequence_length",

@@ -243,8 +243,7 @@ class CheckpointConfig(Area):
     )
     mirror_timeout: PositiveFloat = option(
         60.0,
-        "seconds in which no byte moves to or from a mirror that is asked for something, after which it is asked again "
-        "on a new connection",
+        "seconds without a byte to or from the mirror after which a transfer is retried on a new connection",
         idle_unless="mirror",
     )
     mirror_ahead: str | None = optional(
@@ -256,7 +255,7 @@ class CheckpointConfig(Area):
     )
     adopt_mirror: bool = option(
         False,
-        "use the mirror of another run, or of an older version, as that of this one",
+        "adopt a mirror that another run or an older version has written",
         idle_unless="mirror",
     )
     async_checkpoint: bool = option(

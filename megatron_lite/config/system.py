@@ -120,13 +120,13 @@ class MultiStageConfig(Area):
         "order of passes. breadth_first: all micro-batches through a stage, then the next (one gather and one "
         "reduction a stage, most activations); one_f_one_b and interleaved: forward and backward passes in turn, with "
         "one chunk of the model per rank or several; zero_bubble_v: gradients of weights fill the gaps, two chunks "
-        "per rank; auto: breadth_first for ZeRO-2 and 3, else zero_bubble_v if there are stages for two chunks",
+        "per rank; auto: breadth_first for ZeRO-2 and 3, else zero_bubble_v if there are enough stages for two chunks",
         choices=("auto", *PIPELINE_SCHEDULES),
     )
     pipeline_placement: str = pipeline_option(
         "auto",
         "loop: from the last pipeline rank on to the first again; v: there and back, with embedding and head on the "
-        "first rank; auto: v for zero_bubble_v, and with breadth_first for tied weights if there are stages, else loop",
+        "first rank; auto: v for zero_bubble_v, and with breadth_first for tied weights if there are enough stages, else loop",
         choices=("auto", "loop", "v"),
     )
     stages_per_pipeline_stage: int = option(
@@ -185,21 +185,21 @@ class DistributedConfig(Area):
         aliases="pipeline_model_parallel_size",
     )
     data_parallel_shard: NonNegativeInt | None = optional(
-        "hybrid shards: neighbouring data-parallel ranks that share weights and gradients; further groups "
-        "of as many are replicas; 0: all",
-        "those of a node for zero_stage 3 on several nodes, if so many divide all; else 0",
+        "hybrid shards: number of neighbouring data-parallel ranks that share weights and gradients; "
+        "each further group of that size is a replica; 0: all",
+        "with zero_stage 3 on several nodes, the ranks of a node if that divides all ranks; else 0",
         aliases="data_parallel_shard_degree",
     )
     replica_dcn_axis_size: PositiveInt = option(
         1,
-        "replicas of hybrid shards: sets --data_parallel_shard to the data-parallel ranks of each",
+        "number of replicas of hybrid shards; sets --data_parallel_shard to the data-parallel ranks of one replica",
         aliases="data_parallel_replicate_degree num_distributed_optimizer_instances",
     )
     replica_ici_axis_size: PositiveInt = option(
-        1, "times as many replicas (in Levanter those in a slice)"
+        1, "multiplies the number of replicas (in Levanter, the replicas within a slice)"
     )
     pipeline_first: bool = pipeline_option(
-        False, "neighbouring ranks are of one pipeline; 0: of one data-parallel group"
+        False, "neighbouring ranks belong to the same pipeline; 0: to the same data-parallel group"
     )
     sequence_tensor_parallel: bool = tensor_parallel_option(
         False,
@@ -249,12 +249,12 @@ class DistributedConfig(Area):
         maximum=1e6,
     )
     ignore_memory_check: bool = idle_unless("device!=cuda")(
-        False, "CPU: start a run although the plan of its memory is larger than what is free"
+        False, "CPU: start even if the run is predicted to need more memory than is free"
     )
     preflight: str = option(
         "0",
-        "before training, measure links, clocks, space, versions and products on all ranks, and end with the name of "
-        "what is odd; only: then end",
+        "before training, check links, clocks, space, versions and products on all ranks; end and name what is odd. "
+        "only: end in any case",
         choices=("0", "1", "only"),
     )
     dry_run: bool = option(

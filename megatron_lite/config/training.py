@@ -122,13 +122,13 @@ class DataConfig(Area):
     )
     valid_data_path: tuple[str, ...] = option(
         (),
-        "validation data of its own, in the words of data_path, which is then all for training unless split is given; "
-        "of several sets, each also has a loss of its own",
+        "separate validation data, written like data_path, which is then used for training only unless split is given; "
+        "each of several sets also has a loss of its own",
         idle_unless="dataset_source!=random and validation_iters",
     )
     test_data_path: tuple[str, ...] = option(
         (),
-        "test data of its own, as valid_data_path",
+        "separate test data, written like valid_data_path",
         idle_unless="dataset_source!=random and test_iters",
     )
     dataset_cache: str = file_option(
@@ -197,8 +197,8 @@ class DataConfig(Area):
     loss_mask: tuple[str, ...] = file_option(
         (),
         "prefixes of .bin/.idx pairs, one per data set in the order of data_path, valid_data_path and test_data_path, "
-        "with 1 for tokens that count in the loss and 0 for others; none: every token of that data set counts, or of "
-        "all (default: those that prepare_data wrote beside the data)",
+        "with 1 for tokens that count in the loss and 0 for others; none in place of a prefix, or alone: every "
+        "token of that data set, or of all, counts (default: the masks that prepare_data wrote beside the data)",
         words=("none",),
         excludes=(LISTED,),
     )
@@ -292,7 +292,8 @@ class TrainingConfig(Area):
         "no goal",
         needs=(
             Rule(
-                "dataset_source=list", "lists of data sets have weights, and random tokens no end"
+                "dataset_source=list",
+                "lists of data sets have weights, and random tokens never end",
             ),
             Rule("dry_run=0", "a dry run reads no data", fix="write --train_tokens"),
         ),
@@ -314,7 +315,7 @@ class TrainingConfig(Area):
         excludes=(
             Rule(
                 "dataset_source=random",
-                "random samples have no end",
+                "random samples never end",
                 when="validation_iters=all",
                 fix="write a number of batches",
             ),

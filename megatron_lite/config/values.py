@@ -373,7 +373,9 @@ def parse_share(text: str) -> int | str:
     digits = text.removesuffix("%")
     value = parse_float(digits) / (1 if digits == text else 100)
     if not 0 <= value <= 1:
-        raise BadValueError("a share is at least 0 and at most 1.0, or 100%; a number has no point")
+        raise BadValueError(
+            "a fraction is between 0 and 1.0, or 0% and 100%; a number of iterations has no decimal point"
+        )
     return str(value) if value else 0
 
 

@@ -316,4 +316,4 @@ class Faults:
         before = self.counts.total()
         self.counts.update(found.fault_counts)
         if before <= SHOWN_FAULTS < self.counts.total():
-            print("skipped more: from here on they are only counted", file=sys.stderr)
+            print("skipped more documents: from here on they are only counted", file=sys.stderr)

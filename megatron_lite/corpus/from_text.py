@@ -99,7 +99,7 @@ def _resolved(
         )
     for name, value in stated(prefixes(found)).items():
         if not getattr(data, name):
-            way = "this run began and goes on without"
+            way = "this run began without it and continues so"
             if began is None or begun.get(name):
                 found[name], way = value, f"--{name}=none leaves it out"
             logger.info("--%s=%s: a summary of the data names it; %s", name, abridged(value), way)
@@ -134,7 +134,8 @@ def _weighted(
     if len(saved) == len(words) and not weights:
         weights = ["1"] * len(words)
         logger.info(
-            "--%s: this run keeps the equal shares with which an earlier version began it", flag
+            "--%s: this run keeps the equal shares that the earlier version which began it used",
+            flag,
         )
     elif len(weights) != len(words):
         weights = [str(max(IndexedDataset(prefix).num_tokens, 1)) for prefix in words]

@@ -123,8 +123,8 @@ def check_tokenizer(
         )
         first = first or found
         if not (expected or first).encodes_like(found):
-            fix = f"which is {found.file}; use data and a model of one tokenizer"
-            raise DataError(f"the tokenizer {expected or first} is not that {found}, {fix}")
+            fix = f"which is {found.file}; use data and a model with the same tokenizer"
+            raise DataError(f"the tokenizer {expected or first} differs from that {found}, {fix}")
         if found.size > vocab_size:
             raise DataError(f"the tokenizer {found} has more tokens than --vocab_size={vocab_size}")
     return first, unknown

@@ -133,8 +133,8 @@ def spoken(
         after = whole if number + 1 == len(messages) else text(number + 1, False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise DataError(
-                f"what the chat template writes up to messages[{number}] changes with what follows (thoughts left "
-                "out, another beginning of an answer); end the record there, or give a template with "
+                f"what the chat template writes up to messages[{number}] changes with what follows (it drops "
+                "thoughts, or begins answers differently); end the record there, or give a template with "
                 "{% generation %} blocks (--chat_template)"
             )
         said = after[len(before) :]

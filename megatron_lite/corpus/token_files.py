@@ -53,7 +53,7 @@ def convert(
             if file.compression or not any(map(len, cuts if end is not None else [ends])):
                 fix = "give its type with --from_tokens, and the token that ends documents with --split_documents_at"
                 raise UsageError(
-                    f"{file.path}: no document ends in it as it is; decompress it, {fix}"
+                    f"{file.path}: cannot tell where its documents end; decompress it if it is compressed, {fix}"
                 )
             borders = np.unique(np.concatenate([[0, len(tokens)], ends, *cuts]).astype(np.int64))
             for first, stop in itertools.pairwise(borders.tolist()):

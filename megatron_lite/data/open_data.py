@@ -451,8 +451,8 @@ def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
             stream.mask is None and ends > len(dataset.runs(0, count))
         ):
             yield (
-                f"{dataset.prefix}: flags about documents find no borders inside of its {dataset.num_documents:,} "
-                "documents; if a token ends others there, write a pair with all borders: "
+                f"{dataset.prefix}: flags about documents see no boundaries within its {dataset.num_documents:,} "
+                "documents; if a token ends documents there, write a pair with all boundaries: "
                 f"prepare_data {dataset.prefix}.bin --split_documents_at=<id> --output_prefix=<another>"
             )
 

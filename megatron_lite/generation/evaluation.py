@@ -201,7 +201,7 @@ def report(records: Sequence[JsonObject]) -> Iterator[str]:
     else:
         yield from aligned([[printed(record["model"]), *in_words(record)] for record in records])
         if len({record["tokens"] for record in records}) > 1:
-            yield "the tokenizers differ: only bits per byte compare"
+            yield "the tokenizers differ: only bits per byte are comparable"
 
 
 def print_losses(options: argparse.Namespace) -> int:

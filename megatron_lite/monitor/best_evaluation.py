@@ -88,7 +88,7 @@ class BestEvaluation:
         the run's own."""
         if self.is_anew:
             logger.warning(
-                "--keep_best=%s: the checkpoint's measures something else; it starts anew",
+                "--keep_best=%s: the checkpoint's best value is of another metric; the search for the best starts again",
                 self.metric,
             )
         elif (

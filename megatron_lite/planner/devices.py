@@ -161,7 +161,7 @@ def planned_speeds(distributed: DistributedConfig, device_type: str, world_size:
         )
     ranks, threads = counted(speeds.world_size, "rank"), counted(speeds.threads, "thread")
     lines = [
-        f"measured on {speeds.device} ({path}), {ranks} of {threads}; as many share a machine in the run"
+        f"measured on {speeds.device} ({path}), {ranks} of {threads}; the run is assumed to have as many on a machine"
     ]
     if world_size > 1:
         lines.append(f"{speeds.overlap:.0%} of a collective overlaps with computation, as measured")

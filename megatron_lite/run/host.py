@@ -93,7 +93,7 @@ def threads_of(config: Config, cores: int, ranks: int) -> Threads:
     if useful < share:
         return Threads(
             useful,
-            f"of {share}: --hidden_size and the tokens of a micro-batch give no work to more",
+            f"of {share}: --hidden_size and the tokens of a micro-batch are too few to occupy more",
         )
     shared = f"{counted(cores, 'core')} / {ranks} ranks"
     return Threads(share, shared if ranks > 1 else "all cores")

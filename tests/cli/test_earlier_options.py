@@ -244,7 +244,7 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     broken = json.loads((stopped / "checkpoints" / "6" / "manifest.json").read_bytes())
     broken["config"] |= {"lr_warmup_iters": 0, "lr_warmup_fraction": 1.5}
     (stopped / "checkpoints" / "6" / "manifest.json").write_bytes(seal(broken))
-    with pytest.raises(DamagedError, match="config: lr_warmup: a share is at least 0"):
+    with pytest.raises(DamagedError, match="config: lr_warmup: a fraction is between 0 and 1.0"):
         manifest.read(stopped / "checkpoints" / "6")
 
 

@@ -388,8 +388,8 @@ def test_bad_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
             {"messages": [user("a"), message]}
             for message in ({"content": "x"}, {"role": 1}, 7, assistant(8))  # type: ignore[arg-type]
         ],
-        "what the chat template writes up to messages[1] changes with what follows (thoughts left out, another "
-        "beginning of an answer); end the record there, or give a template with {% generation %} blocks": [
+        "what the chat template writes up to messages[1] changes with what follows (it drops thoughts, or "
+        "begins answers differently); end the record there, or give a template with {% generation %} blocks": [
             {"messages": [*good, user("d"), assistant("e")]}
         ],
         "the chat template (--chat_template) refuses it: ": [

@@ -147,9 +147,9 @@ def test_what_is_no_such_file_is_refused(
     for words, said in {
         (raw, typed): "--split_documents_at",
         (raw, end): "--from_tokens",
-        (raw, typed, "--split_documents_at=91"): "no document ends in it",
+        (raw, typed, "--split_documents_at=91"): "cannot tell where its documents end",
         (raw, "--from_tokens=uint32", end): "raw.bin",
-        (pair, "--split_documents_at=91"): "no document ends in it",
+        (pair, "--split_documents_at=91"): "cannot tell where its documents end",
         (pair, "--from_tokens=int32", end): "pair.bin: is not what",
         (tmp_path / "object.npy", end): "object.npy: is not what",
         (

@@ -190,7 +190,9 @@ def test_other_validation_data_only_warn(sets: dict[str, str]) -> None:
         assert compatibility.check_data(loaded, whole, identity, "here") == []
         return list(compatibility.other_evaluations(loaded, whole, identity))
 
-    warning = "other validation data than before: losses of the validation do not compare with earlier ones"
+    warning = (
+        "other validation data than before: validation losses are not comparable with earlier ones"
+    )
     assert resumed(saved(**own), **own) == []
     assert resumed(saved(**own), **{**own, "valid_data_path": (sets["c"],)}) == [
         f"--valid_data_path: {warning}"

@@ -118,7 +118,10 @@ def test_values_that_do_not_compare_start_anew(
         (tmp_path / "1").mkdir()
         same.warn(tmp_path, logging.getLogger("megatron_lite"))
     anew, gone = caplog.messages
-    assert anew.endswith("it starts anew") and f"its checkpoint is not in {tmp_path}" in gone
+    assert (
+        anew.endswith("the search for the best starts again")
+        and f"its checkpoint is not in {tmp_path}" in gone
+    )
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,9 @@ def test_several_models_at_one_length(
     large = alone[0] | {"tokens": 1_234_567_890, "bytes": 4_567_890_123}
     assert "1,234,567,890 tokens  4,567,890,123 bytes" in next(report([large, large]))
     *_, last = report([alone[0], large | {"bytes": None, "bits_per_byte": None}])
-    assert "only bits per byte compare" in last and all("tokenizers" not in row for row in rows)
+    assert "only bits per byte are comparable" in last and all(
+        "tokenizers" not in row for row in rows
+    )
 
 
 def test_folders_and_compressed_files(

@@ -160,7 +160,10 @@ def test_bad_lines_are_skipped_and_counted(
     errors = capsys.readouterr().err.splitlines()
     assert "4300 digits" in errors[3] and "sys." not in errors[3], "advice about the interpreter"
     assert errors[4].startswith(f"skipped {path}: line 9: not UTF-8: byte 10 is 0xff")
-    assert errors[10] == "skipped more: from here on they are only counted" and len(errors) == 11
+    assert (
+        errors[10] == "skipped more documents: from here on they are only counted"
+        and len(errors) == 11
+    )
 
 
 def test_too_little_memory(

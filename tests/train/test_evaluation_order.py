@@ -146,7 +146,7 @@ def test_a_run_of_an_earlier_version_keeps_its_order(
         assert state["data"]["evaluation_order"] == "seed"
         assert state["best"]["measured"] == values["state"]["best"]["measured"]
     logs = "".join(log.read_text() for log in tmp_path.glob("runs/*/logs/*"))
-    assert "starts anew" not in logs and "do not compare" not in logs
+    assert "starts again" not in logs and "not comparable" not in logs
 
 
 def test_a_start_from_the_weights_of_another_run_is_a_new_run(

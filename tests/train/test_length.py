@@ -51,7 +51,7 @@ def test_epochs_read_every_token_once(tmp_path: Path) -> None:
             ["--epochs=2", "--dry_run=1", "--dataset_source=list"],
             "a dry run reads no data; write --train_tokens",
         ),
-        (["--epochs=2"], "lists of data sets have weights, and random tokens no end"),
+        (["--epochs=2"], "lists of data sets have weights, and random tokens never end"),
         (
             ["--epochs=2", "--dataset_source=list", "--data_path", "1", "a", "2", "b"],
             "no iteration has read every",

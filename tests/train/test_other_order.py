@@ -70,9 +70,7 @@ def test_the_price_is_that_of_the_samples(
     lines = check_data(saved, unflatten({**options[1], "allow_data_change": True}), data, "here")
     assert (not lines) == is_same == (share == 0)
     for line in lines:
-        (said,) = re.findall(
-            r"about ([0-9.]+)% of what comes until the epoch ends was read in it before", line
-        )
+        (said,) = re.findall(r"about ([0-9.]+)% of the rest of this epoch was already read", line)
         assert float(said) / 100 == pytest.approx(share, abs=0.05)
         assert (
             f"to lose at most 0 samples, keep the old value until the epoch ends (--stop_interval={end // 8})"
@@ -116,10 +114,7 @@ def test_an_order_may_change_between_epochs(tmp_path: Path) -> None:
         "to lose at most 0 samples, keep the old value until the epoch ends (--stop_interval=6)"
         in refused.output
     )
-    assert (
-        "0 now: about 50.0% of what comes until the epoch ends was read in it before, and as"
-        in refused.output
-    )
+    assert "0 now: about 50.0% of the rest of this epoch was already read, and as" in refused.output
     succeed([*flags, "--shuffle=none", "--stop_interval=7"])
 
 

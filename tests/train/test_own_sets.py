@@ -63,7 +63,7 @@ def test_from_prepared_text_to_named_losses(
         in refused
     )
     outcome = succeed([*second, "--keep_best=validation_loss/other", "--export_format=distributed"])
-    assert outcome.stdouts[0].count("do not compare with earlier ones") == 1  # the test is new
+    assert outcome.stdouts[0].count("are not comparable with earlier ones") == 1  # the test is new
     assert f"found {other}" in outcome.output and "resumed from" in outcome.output
     lines = {
         (line["phase"], line["iteration"]): line

@@ -88,7 +88,7 @@ def test_the_mask_and_the_tokenizer_of_the_summary(
     # A run that began without goes on without.
     goes_on = succeed([*flags, f"--experiment_dir={none}", "--train_iters=4"]).output
     assert (
-        f"--loss_mask={chats}_mask: a summary of the data names it; this run began and goes on without"
+        f"--loss_mask={chats}_mask: a summary of the data names it; this run began without it and continues so"
         in goes_on
     )
     succeed([*flags, f"--experiment_dir={tmp_path / 'whole'}", *left_out, "--train_iters=4"])
@@ -175,7 +175,9 @@ def test_shares(tmp_path: Path) -> None:
     content: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
     content["config"]["data_path"] = sets
     (folder / "manifest.json").write_bytes(seal(content))
-    said = "--data_path: this run keeps the equal shares with which an earlier version began it"
+    said = (
+        "--data_path: this run keeps the equal shares that the earlier version which began it used"
+    )
     assert said in succeed([*flags, "--data_path", *sets, f"--experiment_dir={old}"]).output
     more = succeed(
         [*flags, "--data_path", *sets, f"--experiment_dir={old}", "--train_iters=3"]

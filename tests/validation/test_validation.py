@@ -562,7 +562,7 @@ IMPOSSIBLE = """
 2 --batch_size=12 --eval_micro_batch_size=7
     a validation batch has batch_size samples, 6 per rank
 1 --validation_iters=all
-    random samples have no end; write a number of batches
+    random samples never end; write a number of batches
 """
 
 
