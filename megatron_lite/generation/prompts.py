@@ -127,6 +127,13 @@ class Continuations:
         whole = self._decode(text)
         return whole[: self._end(whole)]
 
+    def certain(self, text: Text) -> str:
+        """Return the part of a growing continuation that no further token changes: without half a
+        character or half a stop string at its end."""
+        whole = self._decode(text).rstrip("\ufffd")
+        held = max((_begun(stop, whole) for stop in self._stops), default=0)
+        return whole[: len(whole) - held]
+
     def stopped(self, text: Text) -> bool:
         """Return whether the continuation contains a stop string, which may span tokens."""
         return bool(self._stops) and self._end(self._decode(text)) is not None
@@ -147,6 +154,11 @@ class Continuations:
         one's."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return how many characters of a stop string `text` ends with."""
+    return next(size for size in range(len(stop), -1, -1) if text.endswith(stop[:size]))
 
 
 def numbered(prompts: Sequence[str]) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ from megatron_lite.generation.prompts import (
 )
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.seeds import derive_seed
+
+SHOWN_EVERY_S = 0.1  # decoding a long text anew for each token would cost as much as the token
+# Takes a prompt and a function that decodes its continuation so far.
+Grows = Callable[[str, Callable[[], str]], None]
 
 
 def all_prompts(options: argparse.Namespace) -> list[str]:
@@ -64,6 +69,31 @@ def _as_text(words: str) -> str:
     return words.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+class Page:
+    """Standard output, on which one text after the other grows."""
+
+    def __init__(self) -> None:
+        self._printed, self._at = "", 0.0
+
+    def grow(self, text: Callable[[], str]) -> None:
+        """Print what the text has more than the page, `SHOWN_EVERY_S` after the last time."""
+        if time.monotonic() >= self._at + SHOWN_EVERY_S:
+            self._print(text(), "")
+
+    def end(self, text: str) -> None:
+        """Print the rest of a text; all of it, on a new line, if its beginning is another now."""
+        if not text.startswith(self._printed):
+            print_page("")
+            self._printed = ""
+        self._print(text, "\n")
+        self._printed, self._at = "", 0.0
+
+    def _print(self, text: str, end: str) -> None:
+        if text.startswith(self._printed):
+            print_page(text[len(self._printed) :], end)
+            self._printed, self._at = text, time.monotonic()
+
+
 class Writer:
     """A model that continues prompts or, with --chat, answers messages.
 
@@ -86,10 +116,12 @@ class Writer:
         self._ends = end_tokens(self.model.folder, self._tokenizer)
 
     def continued(
-        self, prompts: Sequence[str], before: Messages = ()
+        self, prompts: Sequence[str], grows: Grows, before: Messages = ()
     ) -> Iterator[tuple[str, Text, str]]:
-        """Yield each prompt with its tokens and continuation, in order. before: messages before a
-        prompt, in a chat.
+        """Yield each prompt with its tokens and continuation, in order.
+
+        grows: called with each token of the first text that has not ended. before: messages before
+        a prompt, in a chat.
 
         Raises: RunError if a prompt cannot be used.
         """
@@ -113,10 +145,14 @@ class Writer:
             )
             for prompt, repetition in numbered(written)
         ]
-        limits = Limits(
-            options.max_new_tokens, model.longest, self._ends, self._continuations.stopped
-        )
         shown = 0
+
+        def stopped(text: Text) -> bool:
+            if text is texts[shown]:
+                grows(prompts[shown], lambda: self._continuations.certain(text))
+            return self._continuations.stopped(text)
+
+        limits = Limits(options.max_new_tokens, model.longest, self._ends, stopped)
         for _ in continue_texts(
             model.run, self._device, texts, limits, self._rows, backend=model.prompt_attention()
         ):
@@ -124,12 +160,12 @@ class Writer:
                 yield prompts[shown], texts[shown], self._continuations.text(texts[shown])
                 shown += 1
 
-    def conversed(self, messages: Iterable[str]) -> Iterator[tuple[str, Text, str]]:
+    def conversed(self, messages: Iterable[str], grows: Grows) -> Iterator[tuple[str, Text, str]]:
         """Yield each message of a conversation with its answer, which follows all that was said
         before."""
         said = list[Mapping[str, Any]]()
         for message in messages:
-            ((_, text, answer),) = self.continued([message], said)
+            ((_, text, answer),) = self.continued([message], grows, said)
             said += [_message("user", message), _message("assistant", answer)]
             yield message, text, answer
 
@@ -139,27 +175,34 @@ def _message(role: str, content: str) -> Mapping[str, Any]:
 
 
 def print_texts(options: argparse.Namespace, gpu_batch_size: int) -> int:
-    """Print the texts as they finish; return the exit code."""
+    """Print the texts as they grow, or JSON lines as they end; return the exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     many = len(options.prompt) > 1 or options.prompts_file is not None
+    page, index = Page(), 0
+
+    def words(prompt: str, continuation: str) -> str:
+        header = f"--- {index + 1} ---\n" if many else ""
+        return header + ("" if options.chat else prompt) + continuation
+
+    def grows(prompt: str, continuation: Callable[[], str]) -> None:
+        if not options.json_lines:
+            page.grow(lambda: words(prompt, continuation()))
+
     try:
         prompts, writer = all_prompts(options), again(lambda: Writer(options, gpu_batch_size))
-        found = writer.continued(prompts) if prompts else writer.conversed(typed())
-        for index, (prompt, text, continuation) in enumerate(found):
+        found = writer.continued(prompts, grows) if prompts else writer.conversed(typed(), grows)
+        for prompt, text, continuation in found:
             if options.json_lines:
                 print_page(
                     json.dumps(as_json(index, prompt, text, continuation), ensure_ascii=False)
                 )
             else:
-                print_page(
-                    (f"--- {index + 1} ---\n" if many else "")
-                    + ("" if options.chat else prompt)
-                    + continuation
-                )
+                page.end(words(prompt, continuation))
             if text.finish == "context":
                 length = f"{writer.model.longest:,} tokens (--sequence_length; by default, as in training)"
                 print(f"NOTE: text {index + 1} ends at {length}", file=sys.stderr)
+            index += 1
     except Exception as error:
         return print_failure(
             error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16"

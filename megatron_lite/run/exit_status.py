@@ -117,11 +117,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def print_page(text: str) -> None:
-    """Print `text` to stdout; a reader that closes the pipe early (`--help | head`) is not an
-    error."""
+def print_page(text: str, end: str = "\n") -> None:
+    """Print `text` and `end` to stdout; a reader that closes the pipe early (`--help | head`) is
+    not an error."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except OSError:
         # otherwise the interpreter complains at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

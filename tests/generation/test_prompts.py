@@ -1,6 +1,7 @@
 """Prompts, stop strings, sampling, and the text of a continuation, with tokenizers whose tokens are
 not letters."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_the_first_complete_stop_string_counts() -> None:
     )  # of strings that end together, the longest
     assert continuation(tokenizer, [65], letters, ("A",)) == "xabcab"  # only the prompt contains it
     assert continuation(tokenizer, [0xC3], [0xA9, 65], ()) in ("\ufffdA", "é" + "A")
+
+
+def test_what_is_certain_of_a_growing_text_never_changes() -> None:
+    """Not half a character, nor what may become a stop string; all prefixes, one token a byte."""
+    whole = "aé EN ENDE, 你好 END more".encode()
+    continuations = Continuations(ByteTokenizer(), ("END", "?!"))
+    seen = [continuations.certain(Text([65], SAMPLER, list(whole[:size]))) for size in range(9)]
+    assert seen == ["", "a", "a", "aé", "aé ", "aé ", "aé ", "aé EN ", "aé EN "]
+    cut = whole.index(b"END")
+    assert continuations.certain(Text([65], SAMPLER, list(whole[: cut + 2]))) == "aé EN "
+    assert continuations.text(Text([65], SAMPLER, list(whole))) == "aé EN "
+    growing = [
+        Continuations(ByteTokenizer()).certain(Text([65], SAMPLER, list(whole[:size])))
+        for size in range(len(whole) + 1)
+    ]
+    assert growing[-1] == whole.decode()
+    assert all(after.startswith(before) for before, after in itertools.pairwise(growing))
 
 
 def test_a_text_ends_at_the_first_limit() -> None:

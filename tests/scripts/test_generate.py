@@ -95,6 +95,35 @@ def test_greedy_texts_are_those_of_transformers_on_the_export(
     )
 
 
+@pytest.mark.parametrize("rows", ["1", "2"])
+def test_texts_are_printed_as_they_grow(
+    rows: str, export: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--model", export, "--prompt=ab", "--prompt=the", "--temperature=0")
+    options = (*options, "--max_new_tokens=12", f"--batch_size={rows}", "--stop=\n\n")
+    pieces = list[str]()
+
+    def keep(text: str, end: str = "\n") -> None:
+        pieces.append(text + end)
+        print(text, end=end)
+
+    monkeypatch.setattr(writer, "print_page", keep)
+    code, at_once, _ = call(*options)
+    slow, pieces[:] = list(pieces), []
+    monkeypatch.setattr(writer, "SHOWN_EVERY_S", 0.0)
+    assert code == 0 and call(*options)[:2] == (0, at_once)
+    assert at_once == "".join(pieces) == "".join(slow)
+    assert len(pieces) > 10 and pieces[0].startswith("--- 1 ---\nab")
+
+
+def test_a_text_that_changes_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    page = writer.Page()
+    page.grow(lambda: "do n")
+    page.end("don't")
+    page.end("and")
+    assert capsys.readouterr().out == "do n\ndon't\nand\n"
+
+
 def test_a_checkpoint_gives_the_texts_of_its_export(
     run: Path, export: Path, call: Callable[..., Any]
 ) -> None:
