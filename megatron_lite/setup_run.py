@@ -22,10 +22,10 @@ from megatron_lite.checkpoint.writing import open_background, shards_bytes
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.corpus.from_text import resolve_data
-from megatron_lite.corpus.prepared import check_tokenizer, known_tokenizer, outdated
+from megatron_lite.corpus.prepared import RunTokenizer, run_tokenizer
 from megatron_lite.corpus.run_length import with_length
 from megatron_lite.data.fingerprint import check_same
-from megatron_lite.data.open_data import open_data, prefixes
+from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
@@ -93,9 +93,11 @@ def build(
         RunError: if the run cannot start; its class gives the reason.
     """
     run = Run(config, distributed, experiment, stop, asked or config)
-    choice, began, found = _resolve(run)
+    choice, began, tokenizer, found = _resolve(run)
     kernels = agree_on_kernels(run.config, distributed)
-    layers = together(distributed, lambda: _open_inputs(run, environment or {}, kernels, began))
+    layers = together(
+        distributed, lambda: _open_inputs(run, environment or {}, kernels, began, tokenizer)
+    )
     check_same(run.data.identity, distributed)
     run.samples = open_samples(run.config, distributed, experiment, stop)
     _log_banner(run, kernels, layers, (*found, *notes))
@@ -123,11 +125,11 @@ def build(
 # ----------------------------------------------------------------------------------------------
 
 
-def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
+def _resolve(run: Run) -> tuple[Choice, JsonObject | None, RunTokenizer, tuple[Note, ...]]:
     """Open the log, resolve `auto` and text data in the configuration, and choose the checkpoints
     to resume from.
 
-    Also returns the newest checkpoint's data, see `open_data`, and notes.
+    Also returns the newest checkpoint's data, see `open_data`, the tokenizer, and notes.
     """
     config = run.config
     distributed = run.distributed
@@ -145,11 +147,13 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, tuple[Note, ...]]:
     began = distributed.broadcast_object(choice.began)
     distributed.progress.enter("the preparation of the data")
     config = resolve_data(config, distributed, experiment.root, run.logger, began)
+    tokenizer = together(distributed, lambda: run_tokenizer(config))
+    config = changed(config, {"tokenizer_file": tokenizer.file})
     config = _choose_products(config, distributed)
     run.config, length = together(
         distributed, lambda: with_length(config, run.asked, began, distributed.world_size)
     )
-    return choice, began, (*sizes, *length)
+    return choice, began, tokenizer, (*sizes, *length)
 
 
 def _choose(run: Run) -> Choice:
@@ -189,7 +193,11 @@ def _choose_products(config: Config, distributed: Distributed) -> Config:
 
 
 def _open_inputs(
-    run: Run, variables: Mapping[str, str], kernels: Kernels, began: JsonObject | None
+    run: Run,
+    variables: Mapping[str, str],
+    kernels: Kernels,
+    began: JsonObject | None,
+    tokenizer: RunTokenizer,
 ) -> list[Layer]:
     """Open everything that needs no communication; return the layers to train. began: see
     `open_data`."""
@@ -206,39 +214,11 @@ def _open_inputs(
         raise UsageError(
             f"--keep_best={metric}/{name}: write {metric}, or after / one of {', '.join(names) or 'none'}"
         )
-    _check_tokenizer(run)
+    run.data.identity |= tokenizer.identity
+    run.data.warnings = (*run.data.warnings, *tokenizer.warnings)
+    if tokenizer.unknown and distributed.rank == 0:
+        run.data.search_in_background(tokenizer.unknown, run.stop.fail)
     return model_layers(config, kernels, distributed.tensor)
-
-
-def _check_tokenizer(run: Run) -> None:
-    """Compare --tokenizer_file and --vocab_size with the data; record the tokenizer for checkpoints
-    and exports."""
-    config = run.config
-    data = run.data
-    file = run.config.data.tokenizer_file
-    paths = [] if config.data.dataset_source == "random" else prefixes(vars(config.data))
-    data.warnings = (*data.warnings, *outdated(paths))
-    own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
-    found, unknown = check_tokenizer(paths, config.model.vocab_size, own)
-    if found is not None and own is not None:
-        has_other_end = found.end not in (None, own.end)
-        # the data decide
-        if found.file.is_file() and (has_other_end or own.sha256 == found.source != found.sha256):
-            own = known_tokenizer(str(found.file), f"--tokenizer_file={found.file}")
-            run.config = changed(config, {"tokenizer_file": str(found.file)})
-        if found.end not in (None, own.end):
-            said = f"{own.name} ends documents with token {own.end}, the data with {found.end}, which was trained"
-            data.warnings = (
-                *data.warnings,
-                f"{said}: what exports generate may not stop; prepare the data again",
-            )
-    if (tokenizer := found or own) is not None:
-        data.identity |= {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
-        if 2 * tokenizer.size < config.model.vocab_size:
-            fix = f"the tokenizer has {tokenizer.size} tokens; --vocab_size={tokenizer.size} is smaller and faster"
-            data.warnings = (*data.warnings, f"--vocab_size={config.model.vocab_size}: {fix}")
-    if unknown and run.distributed.rank == 0:
-        data.search_in_background(unknown, run.stop.fail)
 
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.config import JsonObject
+from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.training import NO_MASK
 from megatron_lite.corpus.pieces import RULES, digest_of
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
+from megatron_lite.data.open_data import prefixes
 from megatron_lite.data.tokenizing import (
     JsonTokenizer,
     has_tokenizer,
@@ -128,6 +129,45 @@ def check_tokenizer(
         if found.size > vocab_size:
             raise DataError(f"the tokenizer {found} has more tokens than --vocab_size={vocab_size}")
     return first, unknown
+
+
+class RunTokenizer(NamedTuple):
+    """The tokenizer of a run's data, samples and exports."""
+
+    file: str | None
+    identity: JsonObject  # recorded in checkpoints
+    warnings: tuple[str, ...]
+    unknown: list[str]  # pairs without a summary
+
+
+def run_tokenizer(config: Config) -> RunTokenizer:
+    """Compare --tokenizer_file and --vocab_size with the data, which are pairs by now.
+
+    Raises: DataError like `check_tokenizer`.
+    """
+    file, vocab_size = config.data.tokenizer_file, config.model.vocab_size
+    paths = [] if config.data.dataset_source == "random" else prefixes(vars(config.data))
+    warnings = [*outdated(paths)]
+    own = None if file is None else known_tokenizer(file, f"--tokenizer_file={file}")
+    found, unknown = check_tokenizer(paths, vocab_size, own)
+    if found is not None and own is not None:
+        has_other_end = found.end not in (None, own.end)
+        # the data decide
+        if found.file.is_file() and (has_other_end or own.sha256 == found.source != found.sha256):
+            file = str(found.file)
+            own = known_tokenizer(file, f"--tokenizer_file={file}")
+        if found.end not in (None, own.end):
+            warnings.append(
+                f"{own.name} ends documents with token {own.end}, the data with {found.end}, which was trained: "
+                "what exports generate may not stop; prepare the data again"
+            )
+    identity = {}
+    if (tokenizer := found or own) is not None:
+        identity = {"tokenizer_sha256": tokenizer.sha256, "tokenizer_size": tokenizer.size}
+        if 2 * tokenizer.size < vocab_size:
+            fix = f"the tokenizer has {tokenizer.size} tokens; --vocab_size={tokenizer.size} is smaller and faster"
+            warnings.append(f"--vocab_size={vocab_size}: {fix}")
+    return RunTokenizer(file, identity, tuple(warnings), unknown)
 
 
 def stated(prefixes: Iterable[str]) -> dict[str, str | tuple[str, ...]]:
