@@ -37,6 +37,7 @@ import torch.distributed as dist
 from megatron_lite import errors
 from megatron_lite.config.values import abridged
 from megatron_lite.distributed import processes
+from megatron_lite.distributed.in_time import in_time
 from megatron_lite.distributed.processes import Place
 from megatron_lite.distributed.traffic import Collective, Progress
 from megatron_lite.errors import (
@@ -291,16 +292,9 @@ class Meeting:
     def bounded(self, action: Callable[[], Any], limit_s: float = READ_S) -> Any:
         """Call a store action in a thread; return None if the store fails, or does not answer in
         time."""
-        results: list[Any] = []
-
-        def work() -> None:
-            with contextlib.suppress(RuntimeError):
-                results.append(action())
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        return results[0] if results else None
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return in_time(action, limit_s)
+        return None
 
     def enter(self) -> None:
         """Join as this rank.

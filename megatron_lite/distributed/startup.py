@@ -7,9 +7,10 @@ import dataclasses
 import datetime
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,21 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.config.dimensions import DIMENSIONS
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.grid import divide
-from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
+from megatron_lite.distributed.in_time import in_time
+from megatron_lite.distributed.peer_watch import END_S, Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.processes import own_place, sharing_cores
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.step_watch import StepWatch
 from megatron_lite.distributed.traffic import Progress
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import PeerError, UsageError
 
 # NCCL sums in an order that depends on its algorithm, which it chooses by size, topology and
 # version. Around a ring the order is fixed for buffers of one size on one set of GPUs; Simple is
 # the only protocol that works everywhere.
 NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 _ONE_PROCESS_PER_GPU = "start at most one process per GPU (torchrun --nproc-per-node)"
+T = TypeVar("T")
 WARM_UP_NUMEL = 2**22  # large enough that NCCL uses the same path as for a step's buffers
 
 
@@ -57,24 +60,46 @@ def initialize(
     if world_size == 1:
         return join(config, rank, world_size, local_rank, local_world_size, progress=progress)
     point, timeout_s = meeting_point(), config.startup_timeout
-    store = open_store(point, rank, world_size, timeout_s)
     versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
     alike = {**versions, **options}
     silence_s = config.distributed_timeout
-    meeting = Meeting(
-        point, store, own_place(rank), world_size, local_ranks, timeout_s, alike, silence_s
-    )
-    on_met(meeting)
-    meeting.enter()
+    deadline_s = time.monotonic() + timeout_s + END_S
+
+    def enter() -> Meeting:
+        store = open_store(point, rank, world_size, timeout_s)
+        meeting = Meeting(
+            point, store, own_place(rank), world_size, local_ranks, timeout_s, alike, silence_s
+        )
+        on_met(meeting)
+        meeting.enter()
+        return meeting
+
+    meeting = _before(deadline_s, enter, point, timeout_s)
 
     def meet() -> Any:
-        meeting.wait()
+        _before(deadline_s, meeting.wait, point, timeout_s)
         on_met(meeting)
-        return store
+        return meeting.store
 
     distributed = join(config, rank, world_size, local_rank, local_world_size, meet, progress)
     distributed.sharing_cores = sharing_cores(meeting.places, rank, local_ranks)
     return distributed
+
+
+def _before(deadline_s: float, action: Callable[[], T], point: MeetingPoint, timeout_s: float) -> T:
+    """Return the result of a part of the meeting. The store's calls wait without a limit for a
+    machine that is gone without a word.
+
+    Raises:
+        PeerError: after the deadline, of the monotonic clock.
+    """
+    try:
+        return in_time(action, max(0.0, deadline_s - time.monotonic()) + END_S)
+    except TimeoutError:
+        raise PeerError(
+            f"{point.owner}, where the ranks meet ({point}), cannot be reached, or its machine hangs: no answer within "
+            f"--startup_timeout={timeout_s:g} s"
+        ) from None
 
 
 def meeting_point() -> MeetingPoint:

@@ -4,6 +4,8 @@ the first step."""
 import contextlib
 import datetime
 import os
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.peer_watch import MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import (
@@ -22,8 +25,11 @@ from megatron_lite.distributed.startup import (
     join,
     refuse_shared_gpus,
 )
-from megatron_lite.errors import UsageError
+from megatron_lite.errors import PeerError, UsageError
 from tests.support.harness import run_distributed, tiny_config
+from tests.support.launch import free_port
+from tests.support.mirrors import WITHIN_S, wait_until
+from tests.support.s3_server import Proxy
 
 CUDA = torch.device("cuda", 0)
 
@@ -250,3 +256,38 @@ def test_each_group_of_a_step_has_options_of_its_own(monkeypatch: pytest.MonkeyP
         "group 2",
         "group 4",
     ]
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["connecting", "meeting"])
+def test_a_store_that_falls_silent_ends_the_start_in_time(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cable of rank 0's machine is cut: torch's store would wait for it for a quarter of an
+    hour."""
+    monkeypatch.setattr(startup, "END_S", 0.1)
+    point = MeetingPoint("127.0.0.1", free_port(), hosted=True, prefix="megatron_lite/0")
+    rank_0 = open_store(point, 0, 2, 30.0)
+    with Proxy(point.port).listen() as proxy:
+        if is_silent:
+            proxy.open.clear()
+        for name, value in {
+            **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(proxy.port)},
+        }.items():
+            monkeypatch.setenv(name, value)
+
+        def cut() -> None:
+            wait_until(lambda: rank_0.add("came", 0) == 1)
+            proxy.open.clear()
+
+        cutting = threading.Thread(target=cut, daemon=True)
+        cutting.start()
+        config = DistributedConfig(device="cpu", startup_timeout=3.0)
+        begin_s = time.monotonic()
+        with pytest.raises(
+            PeerError, match="rank 0, where the ranks meet .*, cannot be reached, or its machine"
+        ):
+            startup.initialize(config)
+        assert 3.0 < time.monotonic() - begin_s < WITHIN_S
+        rank_0.add("came", 1)
+        cutting.join()
