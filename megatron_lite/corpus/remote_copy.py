@@ -127,7 +127,9 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
         path.parent.mkdir(parents=True, exist_ok=True)
         goes_on, record[part] = record.get(part) == version, version
         replace_file(folder / RECORD, json.dumps(record).encode())
-        size = _append(storage, there, told, folder / part, goes_on)
+        with open(folder / part, "ab" if goes_on else "wb") as file:
+            storage.append(there, file, told)
+            size = file.tell()
         if _version(storage.call("info", there)) != version or told.get("size") not in (None, size):
             (folder / part).unlink()
             raise OSError(f"{name} changed while it was copied, or only {size:,} bytes arrived")
@@ -135,28 +137,6 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
         record[name], num_bytes = [size, record.pop(part)], num_bytes + size
         replace_file(folder / RECORD, json.dumps(record).encode())
     return num_bytes
-
-
-def _append(
-    storage: Storage, there: str, told: Mapping[str, Any], part: Path, goes_on: bool
-) -> int:
-    """Append the missing rest to a partial file; return its length. told: the store's entry.
-
-    A failure is retried as long as each attempt makes progress.
-    """
-    with open(part, "ab" if goes_on else "wb") as file:
-        while True:
-            begin = file.tell()
-            try:
-                storage.append(there, file, told)
-                os.fsync(file.fileno())
-                return file.tell()
-            except Exception as error:
-                if file.tell() <= begin:
-                    raise
-                get_logger().warning(
-                    "%s: %s; the copy goes on at byte %s", there, failure(error), f"{file.tell():,}"
-                )
 
 
 def _version(told: Mapping[str, Any]) -> str:

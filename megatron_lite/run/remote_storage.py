@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lite.errors import UsageError, without_credentials
+from megatron_lite.run import s3_parts
 from megatron_lite.run.secrets import masked
 from megatron_lite.run.silence import CONNECT_S, Line
 
+logger = logging.getLogger("megatron_lite")
 SILENCE_S = 60.0  # less would end a slow line, on which megabytes wait in routers
 _SECRET_NAME = re.compile(
     r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)"
 )
-_AT_A_TIME = 4  # parts in flight, some of them stored twice
-_PART_BYTES, _MOST_PARTS = 16 * 2**20, 10_000
-_RANGE_BYTES = 8 * 2**20  # an interrupted copy loses the parts in flight
+_MOST_PARTS = 10_000
 
 
 def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
             "retries": {"total_max_attempts": 1},
         }
         # Others change a store too, so no listing is cached.
-        return {"use_listings_cache": False, "config_kwargs": config, "max_concurrency": _AT_A_TIME}
+        return {"use_listings_cache": False, "config_kwargs": config}
     if scheme in ("gs", "gcs"):
         token = _google_account(anonymous)
         return {"use_listings_cache": False, "token": token, "session_kwargs": line.session()}
@@ -112,24 +112,45 @@ class Storage:
         return self.line.wait_for(getattr(self.system, f"_{method}")(*arguments, **options))
 
     def append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
-        """Append the missing part of a remote file to a local one. told: the store's entry for the
-        remote file."""
+        """Append the missing rest of a remote file to a local one. told: the store's entry for the
+        remote file.
+
+        A failure is retried as long as each attempt makes progress.
+        """
+        while True:
+            begin = file.tell()
+            try:
+                self._append(there, file, told)
+                return os.fsync(file.fileno())
+            except Exception as error:
+                if file.tell() <= begin:
+                    raise
+                logger.warning(
+                    "%s: %s; the copy goes on at byte %s", there, failure(error), f"{file.tell():,}"
+                )
+
+    def _append(self, there: str, file: IO[bytes], told: Mapping[str, Any]) -> None:
         if "https" in self.system.protocol:
             return self.line.wait_for(self._stream(there, file))
         if not self.system.async_impl:
             with self.system.open(there, "rb") as source:
                 source.seek(file.tell())
                 return shutil.copyfileobj(source, file)
-        while (start := file.tell()) < told[
-            "size"
-        ]:  # `get_file` of s3fs would set the file to its full size first
-            begins = range(start, told["size"], _RANGE_BYTES)[:_AT_A_TIME]
-            ends = [min(begin + _RANGE_BYTES, told["size"]) for begin in begins]
-            pieces = self.call("cat_ranges", [there] * len(ends), begins, ends, on_error="raise")
-            if sum(map(len, pieces)) != ends[-1] - start:
-                raise OSError(f"{there}: a range has another length")
+        # `get_file` of s3fs would set the file to its full size first.
+        parts = s3_parts.parts(file.tell(), told["size"], s3_parts.PART_BYTES)
+        works = (self._fetch(there, begin, end) for begin, end in parts)
+        for (_, end), pieces in zip(
+            parts, self.line.in_turn(works, s3_parts.AT_A_TIME), strict=True
+        ):
             file.writelines(pieces)
             os.fsync(file.fileno())
+            if file.tell() != end:
+                raise OSError(f"{there}: a part ended before its last byte")
+
+    async def _fetch(self, there: str, begin: int, end: int) -> list[bytes]:
+        if "s3" in self.system.protocol:
+            return await s3_parts.fetch(self.system, there, begin, end)
+        return [await self.system._cat_file(there, start=begin, end=end)]
 
     async def _stream(self, there: str, file: IO[bytes]) -> None:
         """Append a web server's response; the server may not support ranges or know the size."""
@@ -149,7 +170,7 @@ class Storage:
 
 def _part_bytes(size: int) -> int:
     """Return the part size for a file; a store accepts 10,000 parts."""
-    return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
+    return max(s3_parts.PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
 def failure(error: BaseException) -> str:
@@ -213,7 +234,10 @@ class RemoteFolder(Storage):
         part_bytes = _part_bytes(size := path.stat().st_size)
         if told.get("size") == size and md5 and md5 == _md5(path, part_bytes, in_parts="-" in md5):
             return 0
-        options = {"chunksize": part_bytes} if {"s3", "gs"} & set(self.system.protocol) else {}
+        if "s3" in self.system.protocol and size > part_bytes:
+            s3_parts.send(self.system, self.line, path, self.at(name), part_bytes)
+            return size
+        options = {"chunksize": part_bytes} if "gs" in self.system.protocol else {}
         self._put(name, lambda there: self.call("put_file", str(path), there, **options))
         return size
 

@@ -14,7 +14,8 @@ import contextlib
 import math
 import socket
 import struct
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 CONNECT_S = 10  # limit on an attempt to connect
@@ -68,8 +69,29 @@ class Line:
             TimeoutError: if no byte has moved for too long. Closes all connections: the others may
                 be dead as well.
         """
+        return self._result(self._begin(work))
+
+    def in_turn(self, works: Iterable[Coroutine[Any, Any, T]], at_a_time: int) -> Iterator[T]:
+        """Yield the results of works in their order; the next ones are under way meanwhile. See
+        `wait_for`; an error cancels what is under way."""
+        begun = deque[concurrent.futures.Future[T]]()
+        try:
+            for work in works:
+                begun.append(self._begin(work))
+                if len(begun) == at_a_time:
+                    yield self._result(begun.popleft())
+            while begun:
+                yield self._result(begun.popleft())
+        finally:
+            for future in begun:
+                future.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _result(self, future: concurrent.futures.Future[T]) -> T:
         self.silent_s = 0.0
-        self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._work = future
         try:
             self._moved()
             while not concurrent.futures.wait([future], self._look_s).done:

@@ -16,11 +16,10 @@ import s3fs
 
 import pretrain_gpt
 from megatron_lite.cli import prepare_data
-from megatron_lite.corpus import remote_copy
 from megatron_lite.corpus.prepared import stated, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.run import remote_storage
+from megatron_lite.run import remote_storage, s3_parts
 from tests.support.launch import TINY, succeed
 from tests.support.results import weights
 from tests.support.s3_server import VARIABLES, S3Server
@@ -140,18 +139,19 @@ def test_a_file_that_changes_under_its_copy_is_refused_then_copied(
 ) -> None:
     """Another writes while it is read: nothing of that copy is used, and the next start has the new
     content."""
-    whole = s3fs.S3FileSystem._cat_file
+    whole = s3fs.S3FileSystem._call_s3
 
-    async def changed(*arguments: Any, **options: Any) -> Any:
-        found = await whole(*arguments, **options)
-        bucket.put_object(Key="a/one.txt", Body=b"two")
+    async def changed(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        found = await whole(self, method, *arguments, **options)
+        if method == "get_object":
+            bucket.put_object(Key="a/one.txt", Body=b"two")
         return found
 
     with (
         monkeypatch.context() as patch,
         pytest.raises(DataError, match=r"one\.txt changed while it was copied"),
     ):
-        patch.setattr(s3fs.S3FileSystem, "_cat_file", changed)
+        patch.setattr(s3fs.S3FileSystem, "_call_s3", changed)
         s3fs.S3FileSystem.clear_instance_cache()
         local_copy(f"s3://{bucket.name}/a/one.txt", "data_path", str(tmp_path))
     s3fs.S3FileSystem.clear_instance_cache()
@@ -215,7 +215,7 @@ def test_a_copy_goes_on_at_the_byte_where_it_was_cut(
             handler.content = ours
             handler.most = 3_000_000
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(remote_copy, "get_logger", Interrupting)
+                patch.setattr(remote_storage.logger, "warning", interrupt)
                 local_copy(address, "data_path", cache)
             handler.etag = etag
             handler.content = later
@@ -225,14 +225,9 @@ def test_a_copy_goes_on_at_the_byte_where_it_was_cut(
         web.shutdown()
 
 
-class Interrupting:
-    """A logger whose user interrupts the program at the first warning."""
-
-    def info(self, *_: Any) -> None:
-        pass
-
-    def warning(self, *_: Any) -> None:
-        raise KeyboardInterrupt
+def interrupt(*_: Any) -> None:
+    """A user's reaction to a warning."""
+    raise KeyboardInterrupt
 
 
 def test_a_copy_from_s3_goes_on_too(
@@ -243,31 +238,52 @@ def test_a_copy_from_s3_goes_on_too(
     ours = random.Random(0).randbytes(1_000_000)
     bucket.put_object(Key="a/large.bin", Body=ours)
     address = f"s3://{bucket.name}/a/large.bin"
-    whole = s3fs.S3FileSystem._cat_file
-    asked = list[int]()
+    monkeypatch.setattr(s3_parts, "PART_BYTES", 100_000)
+    asked, is_broken = list[int](), True
+    call = s3fs.S3FileSystem._call_s3
 
-    async def fails(self: Any, path: str, start: int, end: int) -> bytes:
-        asked.append(start)
-        if start > 500_000:
-            raise OSError("cut")
-        return await whole(self, path, start=start, end=end)
+    async def watched(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "get_object":
+            asked.append(int(options["Range"].removeprefix("bytes=").partition("-")[0]))
+            if is_broken and asked[-1] > 500_000:
+                raise OSError("cut")
+        return await call(self, method, *arguments, **options)
 
-    monkeypatch.setattr(remote_storage, "_RANGE_BYTES", 100_000)
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="cut"):
-        patch.setattr(s3fs.S3FileSystem, "_cat_file", fails)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", watched)
+    with pytest.raises(DataError, match="cut"):
         local_copy(address, "data_path", str(tmp_path))
     (part,) = tmp_path.rglob("large.bin.part")
-    kept = part.stat().st_size
-    assert 0 < kept <= 500_000 < max(asked)
-    read = list[int]()
-
-    async def reading(self: Any, path: str, start: int, end: int) -> bytes:
-        read.append(start)
-        return await whole(self, path, start=start, end=end)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", reading)
+    kept = part.read_bytes()
+    assert 0 < len(kept) <= 600_000 and ours.startswith(kept) and 500_000 < max(asked)
+    asked.clear()
+    is_broken = False
     assert Path(local_copy(address, "data_path", str(tmp_path))).read_bytes() == ours
-    assert min(read) == kept and not list(tmp_path.rglob("*.part"))
+    assert min(asked) == len(kept) and not list(tmp_path.rglob("*.part"))
+
+
+def test_a_part_from_s3_that_is_cut_is_kept(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections end early, some without an error: the same start goes on at the byte where each
+    did."""
+    ours = random.Random(0).randbytes(1_000_000)
+    bucket.put_object(Key="a/large.bin", Body=ours)
+    monkeypatch.setattr(s3_parts, "PART_BYTES", 400_000)
+    monkeypatch.setattr(s3_parts, "_PIECE_BYTES", 100_000)
+    body = pytest.importorskip("aiobotocore.response").AioStreamingBody
+    read, cuts = body.read, [b"", b"reset", b""]
+
+    async def cut(self: Any, amount: int) -> Any:
+        if self.tell() < 200_000 or not cuts:
+            return await read(self, amount)
+        if found := cuts.pop():
+            raise ConnectionError(found.decode())
+        return found
+
+    monkeypatch.setattr(body, "read", cut)
+    copy = local_copy(f"s3://{bucket.name}/a/large.bin", "data_path", str(tmp_path))
+    assert Path(copy).read_bytes() == ours and not cuts
+    assert "the copy goes on at byte" in caplog.text
 
 
 def test_errors_are_one_line_without_secrets(
