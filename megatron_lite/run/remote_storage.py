@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_lite.distributed.in_time import in_time
 from megatron_lite.errors import UsageError, without_credentials
 from megatron_lite.run import s3_parts
 from megatron_lite.run.secrets import masked
@@ -29,6 +30,8 @@ _SECRET_NAME = re.compile(
     r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)"
 )
 _MOST_PARTS = 10_000
+# Two of Google's attempts on a silent metadata server, which may last for half a minute.
+_ACCOUNT_S = 7.0
 
 
 def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
@@ -60,9 +63,10 @@ def _google_account(anonymous: bool) -> Any:
     """
     import google.auth
 
+    scopes = ["https://www.googleapis.com/auth/devstorage.full_control"]
     try:
-        return google.auth.default(["https://www.googleapis.com/auth/devstorage.full_control"])[0]
-    except google.auth.exceptions.DefaultCredentialsError:
+        return in_time(lambda: google.auth.default(scopes)[0], _ACCOUNT_S)
+    except (google.auth.exceptions.DefaultCredentialsError, TimeoutError):
         if not anonymous and "STORAGE_EMULATOR_HOST" not in os.environ:
             raise LookupError(
                 "no Google account; name a key file in GOOGLE_APPLICATION_CREDENTIALS"

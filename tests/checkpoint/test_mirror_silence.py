@@ -4,6 +4,7 @@ says a word."""
 import asyncio
 import logging
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from megatron_lite.checkpoint import mirror
 from megatron_lite.errors import StorageError, UsageError
+from megatron_lite.run import remote_storage
 from megatron_lite.run.remote_storage import Storage
 from megatron_lite.run.silence import Line
 from tests.checkpoint.test_mirror import content, copied, run_folder, through
@@ -180,3 +182,22 @@ def test_without_an_account_a_mirror_in_gcs_is_refused(
     ) as error:
         Storage("gs://bucket/run", "mirror", anonymous=False)
     assert "\n" not in str(error.value)
+
+
+def test_a_search_for_an_account_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google's library asks a metadata server behind a firewall for half a minute."""
+    auth = pytest.importorskip("google.auth")
+    found = threading.Event()
+
+    def search(_: Any) -> None:
+        found.wait(3 * WITHIN_S)
+        raise auth.exceptions.DefaultCredentialsError
+
+    monkeypatch.setattr(auth, "default", search)
+    monkeypatch.setattr(remote_storage, "_ACCOUNT_S", 0.1)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    begin_s = time.monotonic()
+    with pytest.raises(UsageError, match="no Google account; name a key file in GOOGLE"):
+        Storage("gs://bucket/run", "mirror", anonymous=False)
+    assert time.monotonic() - begin_s < WITHIN_S
+    found.set()
