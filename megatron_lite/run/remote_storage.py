@@ -20,7 +20,6 @@ from typing import IO, Any
 
 from megatron_lite.distributed.in_time import in_time
 from megatron_lite.errors import UsageError, without_credentials
-from megatron_lite.run import s3_parts
 from megatron_lite.run.secrets import masked
 from megatron_lite.run.silence import CONNECT_S, Line
 
@@ -29,7 +28,11 @@ SILENCE_S = 60.0  # less would end a slow line, on which megabytes wait in route
 _SECRET_NAME = re.compile(
     r"(?i).*(secret|token|passw|credential|(access|api|private)_?key).*(?<!path|file)"
 )
-_MOST_PARTS = 10_000
+_AT_A_TIME = 4  # parts in flight, some of them stored twice
+_PART_BYTES, _MOST_PARTS = 16 * 2**20, 10_000
+_PIECE_BYTES = (
+    2**18
+)  # fits a processor's cache; a part in one object is copied from new memory to new memory
 # Two of Google's attempts on a silent metadata server, which may last for half a minute.
 _ACCOUNT_S = 7.0
 
@@ -45,7 +48,7 @@ def _options(scheme: str, line: Line, anonymous: bool) -> dict[str, Any]:
             "retries": {"total_max_attempts": 1},
         }
         # Others change a store too, so no listing is cached.
-        return {"use_listings_cache": False, "config_kwargs": config}
+        return {"use_listings_cache": False, "config_kwargs": config, "max_concurrency": _AT_A_TIME}
     if scheme in ("gs", "gcs"):
         token = _google_account(anonymous)
         return {"use_listings_cache": False, "token": token, "session_kwargs": line.session()}
@@ -141,20 +144,31 @@ class Storage:
                 source.seek(file.tell())
                 return shutil.copyfileobj(source, file)
         # `get_file` of s3fs would set the file to its full size first.
-        parts = s3_parts.parts(file.tell(), told["size"], s3_parts.PART_BYTES)
-        works = (self._fetch(there, begin, end) for begin, end in parts)
-        for (_, end), pieces in zip(
-            parts, self.line.in_turn(works, s3_parts.AT_A_TIME), strict=True
-        ):
+        size = told["size"]
+        ends = [min(begin + _PART_BYTES, size) for begin in range(file.tell(), size, _PART_BYTES)]
+        begins = [file.tell(), *ends]
+        works = (self._part(there, *span) for span in zip(begins, ends, strict=False))
+        for end, pieces in zip(ends, self.line.in_turn(works, _AT_A_TIME), strict=True):
             file.writelines(pieces)
             os.fsync(file.fileno())
             if file.tell() != end:
                 raise OSError(f"{there}: a part ended before its last byte")
 
-    async def _fetch(self, there: str, begin: int, end: int) -> list[bytes]:
-        if "s3" in self.system.protocol:
-            return await s3_parts.fetch(self.system, there, begin, end)
-        return [await self.system._cat_file(there, start=begin, end=end)]
+    async def _part(self, there: str, begin: int, end: int) -> list[bytes]:
+        """Return the pieces of a part of a file; less than all if the connection is cut."""
+        if "s3" not in self.system.protocol:
+            return [await self.system._cat_file(there, start=begin, end=end)]
+        bucket, key, _ = self.system.split_path(there)
+        span, pieces = f"bytes={begin}-{end - 1}", list[bytes]()
+        answer = await self.system._call_s3("get_object", Bucket=bucket, Key=key, Range=span)
+        async with answer["Body"] as body:
+            try:
+                while piece := await body.read(_PIECE_BYTES):
+                    pieces.append(piece)
+            except Exception:
+                if not pieces:
+                    raise
+        return pieces
 
     async def _stream(self, there: str, file: IO[bytes]) -> None:
         """Append a web server's response; the server may not support ranges or know the size."""
@@ -174,7 +188,7 @@ class Storage:
 
 def _part_bytes(size: int) -> int:
     """Return the part size for a file; a store accepts 10,000 parts."""
-    return max(s3_parts.PART_BYTES, math.ceil(size / _MOST_PARTS))
+    return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
 def failure(error: BaseException) -> str:
@@ -238,10 +252,7 @@ class RemoteFolder(Storage):
         part_bytes = _part_bytes(size := path.stat().st_size)
         if told.get("size") == size and md5 and md5 == _md5(path, part_bytes, in_parts="-" in md5):
             return 0
-        if "s3" in self.system.protocol and size > part_bytes:
-            s3_parts.send(self.system, self.line, path, self.at(name), part_bytes)
-            return size
-        options = {"chunksize": part_bytes} if "gs" in self.system.protocol else {}
+        options = {"chunksize": part_bytes} if {"s3", "gs"} & set(self.system.protocol) else {}
         self._put(name, lambda there: self.call("put_file", str(path), there, **options))
         return size
 

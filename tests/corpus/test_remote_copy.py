@@ -19,7 +19,7 @@ from megatron_lite.cli import prepare_data
 from megatron_lite.corpus.prepared import stated, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.errors import DataError, UsageError
-from megatron_lite.run import remote_storage, s3_parts
+from megatron_lite.run import remote_storage
 from tests.support.launch import TINY, succeed
 from tests.support.results import weights
 from tests.support.s3_server import VARIABLES, S3Server
@@ -238,7 +238,7 @@ def test_a_copy_from_s3_goes_on_too(
     ours = random.Random(0).randbytes(1_000_000)
     bucket.put_object(Key="a/large.bin", Body=ours)
     address = f"s3://{bucket.name}/a/large.bin"
-    monkeypatch.setattr(s3_parts, "PART_BYTES", 100_000)
+    monkeypatch.setattr(remote_storage, "_PART_BYTES", 100_000)
     asked, is_broken = list[int](), True
     call = s3fs.S3FileSystem._call_s3
 
@@ -268,8 +268,8 @@ def test_a_part_from_s3_that_is_cut_is_kept(
     did."""
     ours = random.Random(0).randbytes(1_000_000)
     bucket.put_object(Key="a/large.bin", Body=ours)
-    monkeypatch.setattr(s3_parts, "PART_BYTES", 400_000)
-    monkeypatch.setattr(s3_parts, "_PIECE_BYTES", 100_000)
+    monkeypatch.setattr(remote_storage, "_PART_BYTES", 400_000)
+    monkeypatch.setattr(remote_storage, "_PIECE_BYTES", 100_000)
     body = pytest.importorskip("aiobotocore.response").AioStreamingBody
     read, cuts = body.read, [b"", b"reset", b""]
 
