@@ -23,6 +23,7 @@ from tests.support.mirrors import WITHIN_S, finish, make, restore, wait_until
 from tests.support.s3_server import Proxy, S3Server
 
 FOR_GOOD_S = 10**4  # nothing may wait for so long
+SILENT_S = 5.0  # longer than a loaded machine takes to answer
 
 
 def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
@@ -38,7 +39,7 @@ def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
     monkeypatch.setattr(mirror, "pause_s", lambda attempt: pauses.append(attempt) or 0.01)
     with Proxy(server.port, stay_dead=True).listen() as proxy, through(proxy):
         with caplog.at_level(logging.INFO, "megatron_lite"):
-            made = make(root, f"s3://{bucket.name}/run", mirror_timeout=1.0)
+            made = make(root, f"s3://{bucket.name}/run", mirror_timeout=SILENT_S)
             made.compare()  # opens connections
             proxy.open.clear()
             made.update()
@@ -51,7 +52,7 @@ def test_an_upload_that_went_silent_is_tried_again_on_a_new_connection(
             [
                 line
                 for line in lines
-                if "no byte has moved for 1 s; training goes on, the next" in line
+                if f"no byte has moved for {SILENT_S:g} s; training goes on, the next" in line
             ]
         )
         == 1
@@ -89,7 +90,9 @@ def test_a_store_fails_from_the_first_moment_of_its_silence(
 ) -> None:
     """A stopped run counts its patience from there, not from the end of the call that has waited."""
     with Proxy(server.port).listen() as proxy, through(proxy):
-        made = make(run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=1.0)
+        made = make(
+            run_folder(tmp_path / "a", 10), f"s3://{bucket.name}/run", mirror_timeout=SILENT_S
+        )
         proxy.open.clear()
         made.update()
         wait_until(lambda: made._failed_s is not None)
