@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.cpu_library import in_its_library
-from megatron_lite.kernels.matmul_library import onednn_supports
+from megatron_lite.kernels.matmul_library import in_its_library, onednn_supports
 
 # Elements of a temporary on a CPU: few enough to be in the cache still when used.
 TEMPORARY_ELEMENTS = 2**21
@@ -74,13 +73,14 @@ def multiply_in_fp32(
                 if out.dtype == torch.float32
                 else torch.empty_like(target, dtype=torch.float32)
             )
+            cost = wide.device, wide.dtype, wide.numel() * k
             if addend is None:
-                in_its_library(torch.mm, wide_a, wide_b.shape[1])(wide_a, wide_b, out=wide)
+                in_its_library(torch.mm, *cost)(wide_a, wide_b, out=wide)
             else:
                 part = target  # in fp32 the same tensor object, or torch copies the total first
                 if addend is not out:
                     part = addend[columns] if addend.dim() == 1 else addend[rows, columns]
-                add = in_its_library(torch.addmm, wide_a, wide_b.shape[1])
+                add = in_its_library(torch.addmm, *cost)
                 add(part.float(), wide_a, wide_b, beta=beta, alpha=alpha, out=wide)
             if wide is not target:
                 target.copy_(wide)

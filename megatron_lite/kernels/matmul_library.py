@@ -12,7 +12,7 @@ oneDNN, in-place additions and transposed operands included. The setting permits
 factors to bf16, but without matrix units (AMX) oneDNN computes in fp32 throughout and only the
 order of the sums differs; `onednn_is_exact` checks that with products whose exact values are known.
 The setting belongs to the process and slows small products down (attention's blocks take 1.5 times
-as long), so it is set for one large product at a time and then restored. With the BLAS, the setting
+as long), so `in_its_library` sets it for one large product at a time and then restores it. With the BLAS, the setting
 is "ieee" otherwise, which permits no rounding.
 """
 
@@ -32,6 +32,21 @@ SMALLEST_ONEDNN_PRODUCT = 2**24
 CPU_INFO = Path("/proc/cpuinfo")
 
 
+@functools.lru_cache(maxsize=4096)
+def in_its_library(
+    operation: Callable[..., Any], device: torch.device, dtype: torch.dtype, multiplications: int
+) -> Callable[..., Any]:
+    """Return the operation, bound to the chosen library if it computes a large fp32 product on a
+    CPU.
+
+    Cached and no context manager: right after a product, which evicts everything from the caches,
+    each Python call costs several us.
+    """
+    if multiplications < SMALLEST_ONEDNN_PRODUCT or not goes_through_onednn(device, dtype):
+        return operation
+    return functools.partial(through_onednn, operation)
+
+
 def through_onednn(operation: Callable[..., Any], *operands: Any, **options: Any) -> Any:
     """Compute an fp32 product with oneDNN, even if it rounds the factors."""
     switch = _onednn_switch()
@@ -47,8 +62,7 @@ def goes_through_onednn(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether large products in `dtype` on `device` go through oneDNN: if it is exact and
     not excluded.
 
-    Called before every product and therefore cached: reading the setting takes as long as a small
-    product.
+    Cached because reading the setting takes as long as a small product.
     """
     is_possible = (
         device.type == "cpu"
@@ -63,6 +77,7 @@ def use_library(name: str) -> None:
     is exact."""
     _onednn_switch().fp32_precision = "ieee" if name == "blas" else "none"
     goes_through_onednn.cache_clear()
+    in_its_library.cache_clear()
 
 
 def library_for(wanted: str) -> str:

@@ -26,8 +26,7 @@ from megatron_lite.kernels.converted_products import (
     multiply_in_fp32,
     temporary_rows,
 )
-from megatron_lite.kernels.cpu_library import in_its_library
-from megatron_lite.kernels.matmul_library import goes_through_onednn
+from megatron_lite.kernels.matmul_library import goes_through_onednn, in_its_library
 
 # Rows (tokens) from which converting a weight pays off; with fewer, reading it takes as long as
 # multiplying. One token of generation takes 5 times as long with a converted weight, 8 tokens take
@@ -38,7 +37,7 @@ NAMES = {torch.float32: "an fp32", torch.bfloat16: "a bf16", torch.float16: "an 
 
 def _converts(a: Tensor) -> bool:
     """Return whether a product whose first factor is a (..., k) is computed from fp32 copies."""
-    return a.shape[:-1].numel() >= FEWEST_ROWS and computes_in_fp32(a.device, a.dtype)
+    return computes_in_fp32(a.device, a.dtype) and a.shape[:-1].numel() >= FEWEST_ROWS
 
 
 # -- products
@@ -54,8 +53,9 @@ def affine(
         rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
+    cost = x.device, x.dtype, x.numel() * weight.shape[0]
     if out is None:
-        return in_its_library(functional.linear, x, weight.shape[0])(x, weight, bias)
+        return in_its_library(functional.linear, *cost)(x, weight, bias)
     if x.dim() == 3 and not x.is_contiguous():  # reshaping would copy the rows
         places, matrices = out.view(len(x), -1, len(weight)), weight.t().expand(len(x), -1, -1)
         return (
@@ -65,8 +65,8 @@ def affine(
         )
     rows = x.reshape(-1, x.shape[-1])
     if bias is None:
-        return in_its_library(torch.mm, x, weight.shape[0])(rows, weight.t(), out=out)
-    return in_its_library(torch.addmm, x, weight.shape[0])(bias, rows, weight.t(), out=out)
+        return in_its_library(torch.mm, *cost)(rows, weight.t(), out=out)
+    return in_its_library(torch.addmm, *cost)(bias, rows, weight.t(), out=out)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -75,7 +75,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return multiply_in_fp32(
             a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t()
         )
-    return in_its_library(torch.mm, a, b.shape[0])(a, b.t(), out=out)
+    return in_its_library(torch.mm, a.device, a.dtype, a.numel() * b.shape[0])(a, b.t(), out=out)
 
 
 def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
@@ -93,7 +93,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; the first product overwrites the
     total."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
-    in_its_library(method.run, a, b.shape[1])(total, a, b, first)
+    run = in_its_library(method.run, a.device, a.dtype, a.numel() * b.shape[1])
+    run(total, a, b, first)
 
 
 class ProductAccumulation(NamedTuple):

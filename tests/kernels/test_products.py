@@ -22,10 +22,10 @@ from megatron_lite.kernels import converted_products, matmul_library
 from megatron_lite.kernels import products as module
 from megatron_lite.kernels.attention import attention as attention_module
 from megatron_lite.kernels.converted_products import computes_in_fp32
-from megatron_lite.kernels.cpu_library import in_its_library
 from megatron_lite.kernels.linear import accumulate_product
 from megatron_lite.kernels.matmul_library import (
     SMALLEST_ONEDNN_PRODUCT,
+    in_its_library,
     library_for,
     onednn_is_exact,
     use_library,
@@ -91,7 +91,8 @@ def test_the_switch_is_set_for_large_fp32_products_only_and_restored() -> None:
         (randn(T, I).bfloat16(), O, False),
         (torch.empty(T, I, device="meta"), O, False),
     ):
-        assert in_its_library(precision, factor, columns)() == ("bf16" if switched else before)
+        cost = factor.device, factor.dtype, factor.numel() * columns
+        assert in_its_library(precision, *cost)() == ("bf16" if switched else before)
         assert precision() == before
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         product(randn(T, I), randn(O, I + 1))
@@ -149,7 +150,7 @@ def test_large_products_follow_the_chosen_library() -> None:
     try:
         for name, during in (("blas", "ieee"), ("onednn", "bf16")):
             use_library(name)
-            assert in_its_library(precision, randn(T, I), O)() == during
+            assert in_its_library(precision, CPU, torch.float32, T * I * O)() == during
     finally:
         use_library("blas" if before == "ieee" else "onednn")
 
