@@ -156,6 +156,18 @@ class Parameter(torch.nn.Parameter):
         first, self.gradient_is_empty = self.gradient_is_empty, False
         return first
 
+    def accumulate(self, gradient: Tensor | Callable[..., Tensor]) -> None:
+        """Write the first gradient of an accumulation to `main_grad`, or add a later one, of any
+        dtype.
+
+        gradient: a tensor, or a function of `out` (`main_grad` for the first gradient), which saves
+        the copy if it writes there.
+        """
+        first, grad = self.begin_gradient(), self.main_grad
+        value = gradient if isinstance(gradient, Tensor) else gradient(out=grad if first else None)
+        if value is not grad:
+            grad.copy_(value) if first else grad.add_(value)
+
 
 class Function(torch.autograd.Function):
     """An autograd function without functorch: no layer uses it, so `apply` skips the checks that

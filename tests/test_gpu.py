@@ -359,7 +359,7 @@ def test_slow_collectives_of_hidden_states_change_no_bit_on_a_stream() -> None:
 
 def test_a_missing_wait_for_hidden_states_is_noticed_on_a_stream() -> None:
     """The test above can fail."""
-    from megatron_lite.kernels.tensor_collectives import Pending
+    from megatron_lite.kernels.linear import Pending
 
     for options in tensor_layouts():
         right = simulated_tensor_parallel(options, DELAY_CYCLES)

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.kernels.linear import complete
 from megatron_lite.kernels.products import add_product, product
 from megatron_lite.kernels.tensor_collectives import WHOLE, Vocabulary
 from megatron_lite.kernels.triton_support import jit, next_power_of_2, tanh, tl, turns
@@ -407,7 +408,8 @@ class _LinearCrossEntropy(Function):
         # `scale` includes every factor, dloss too
         dhidden = ctx.dhidden
         ctx.dhidden = None
-        return None if dhidden is None else dhidden.wait().view(ctx.shape), None, None, None, None
+        dhidden = None if dhidden is None else complete(dhidden).view(ctx.shape)
+        return dhidden, None, None, None, None
 
 
 def linear_cross_entropy(

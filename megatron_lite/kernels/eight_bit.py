@@ -34,8 +34,8 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.converted_products import multiply_in_fp32
-from megatron_lite.kernels.linear import Products, accumulate, accumulate_product
-from megatron_lite.kernels.tensor_collectives import SCALE, Pending
+from megatron_lite.kernels.linear import Arriving, Products, accumulate_product, complete
+from megatron_lite.kernels.tensor_collectives import SCALE
 from megatron_lite.kernels.triton_support import cdiv, generator_for, jit, tl
 from megatron_lite.parameter import Parameter, ParameterSpec
 from megatron_lite.seeds import derive_seed
@@ -270,16 +270,16 @@ class EightBit:
         of_pass._seed, of_pass._scales = None if seed is None else derive_seed(seed, self.name), {}
         return Products(of_pass._forward, of_pass._input_gradient, of_pass._add_weight_gradient)
 
-    def _forward(self, x: Pending, weight: Parameter, bias: Tensor | None) -> Tensor:
+    def _forward(self, x: Arriving, weight: Parameter, bias: Tensor | None) -> Tensor:
         """Compute x (..., i), weight (o, i), bias (o,) -> (..., o)."""
-        whole = x.wait()
+        whole = complete(x)
         rounded = self._round(whole.flatten(0, -2), INPUT, "i")
         y = multiply(rounded, self._weight(weight)[0], whole.dtype, self.units)
         return (y if bias is None else y.add_(bias)).view(*whole.shape[:-1], -1)
 
-    def _input_gradient(self, dy: Pending, weight: Parameter) -> Tensor:
+    def _input_gradient(self, dy: Arriving, weight: Parameter) -> Tensor:
         """Compute dy (t, o), weight (o, i) -> (t, i)."""
-        whole = dy.wait()
+        whole = complete(dy)
         return multiply(
             self._round(whole, GRADIENT, "o"), self._weight(weight)[1], whole.dtype, self.units
         )
@@ -289,7 +289,7 @@ class EightBit:
         if self.recipe.values == torch.int8:
             return accumulate_product(weight, dy, x)
         factors = self._round(dy.t(), GRADIENT, "t"), self._round(x.t(), INPUT, "t")
-        accumulate(weight, lambda out: multiply(*factors, weight.main_grad.dtype, self.units, out))
+        weight.accumulate(functools.partial(multiply, *factors, weight.main_grad.dtype, self.units))
 
     def _weight(self, weight: Parameter) -> tuple[Rounded, Rounded]:
         """Return the weight (o, i) and its transpose (i, o), rounded at their first use after a

@@ -24,29 +24,116 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.products import add_product
-from megatron_lite.kernels.tensor_collectives import ONE_RANK, Affine, Collectives, Pending
+from megatron_lite.distributed.traffic import Handle
+from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.parameter import Function, Parameter
 
+Forward = Callable[..., Tensor]  # (x, weight, bias) -> y; see `multiply`
 
-def accumulate(parameter: Parameter, gradient: Tensor | Callable[[Tensor | None], Tensor]) -> None:
-    """Write the first gradient of an accumulation to `main_grad`, or add a later one, of any dtype.
 
-    gradient: a tensor, or a function of `out` (`main_grad` for the first gradient), which saves the
-    copy if it writes there.
+# -- the collectives around products
+# ---------------------------------------------------------------------------------------------
+
+
+class Pending:
+    """A tensor whose collective may be in flight.
+
+    Args:
+        own: tokens that are complete already. Products begin with them, and split the tokens in the
+            same way every time, so that recomputation gives the same bits.
+        is_slice: `wait` returns a copy, so that the memory of all tokens can be freed.
     """
-    first, grad = parameter.begin_gradient(), parameter.main_grad
-    value = gradient if isinstance(gradient, Tensor) else gradient(grad if first else None)
-    if value is not grad:
-        grad.copy_(value) if first else grad.add_(value)
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: Handle | None = None,
+        own: slice | None = None,
+        is_slice: bool = False,
+    ) -> None:
+        self._tensor = tensor
+        self._work = work
+        self._own = own
+        self._is_slice = is_slice
+
+    def wait(self, copies: bool = True) -> Tensor:
+        """Return the complete tensor. copies: see `is_slice`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._is_slice and copies:
+                self._tensor = self._tensor.clone()
+        return self._tensor
+
+    def affine(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `multiply`."""
+        return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
+
+    def times(self, weight: Tensor) -> Tensor:
+        """See `multiply_back`."""
+        return self._multiplied(lambda rows, out: product(rows, weight.t(), out), weight.shape[1])
+
+    def _multiplied(
+        self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int
+    ) -> Tensor:
+        """Return `multiply(rows, out)` for all tokens, this rank's first."""
+        assert self._own is not None
+        rows, own = self._tensor.flatten(0, -2), self._own
+        result = rows.new_empty(len(rows), channels)
+        multiply(rows[own], result[own])
+        self.wait()
+        for others in (slice(0, own.start), slice(own.stop, None)):
+            if len(rows[others]):
+                multiply(rows[others], result[others])
+        return result.view(*self._tensor.shape[:-1], channels)
 
 
-def accumulate_bias(bias: Parameter | None, dy: Tensor) -> None:
-    """Add the sum of dy (t, o) over tokens to a trained bias's gradient; the first sum is not
-    copied."""
-    if bias is not None and bias.requires_grad:
-        dtype = bias.main_grad.dtype
-        accumulate(bias, lambda out: torch.sum(dy, 0, dtype=dtype, out=out))
+Arriving = Tensor | Pending  # with several ranks it may be in flight
+
+
+def complete(x: Arriving) -> Tensor:
+    """Return the complete tensor."""
+    return x if isinstance(x, Tensor) else x.wait()
+
+
+class Exchange:
+    """The collectives before and after products; a single rank exchanges nothing."""
+
+    def start_gather(self, residual: Tensor) -> Arriving:
+        """Start to gather all tokens: (t, h) if the residual stream is (t, h), else (b, s, h) or
+        (1, b s, h)."""
+        return residual
+
+    def start_reduce(self, parts: Tensor) -> Arriving:
+        """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite
+        `parts`."""
+        return parts
+
+    def reduced_product(
+        self, forward: Forward, x: Arriving, weight: Any, bias: Tensor | None
+    ) -> Tensor:
+        """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the
+        residual stream."""
+        return forward(x, weight, bias)
+
+
+NO_EXCHANGE = Exchange()
+
+
+# -- the products
+# ---------------------------------------------------------------------------------------------
+
+
+def multiply(x: Arriving, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o)."""
+    if isinstance(x, Tensor):
+        return affine(x, weight, bias)
+    return x.affine(weight, bias)
+
+
+def multiply_back(dy: Arriving, weight: Tensor) -> Tensor:
+    """Return the product of (t, o) with weight (o, i), (t, i)."""
+    return product(dy, weight.t()) if isinstance(dy, Tensor) else dy.times(weight)
 
 
 def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
@@ -57,20 +144,29 @@ def accumulate_product(weight: Parameter, dy: Tensor, x: Tensor) -> None:
 class Products(NamedTuple):
     """The three products of a linear layer; by default in the dtype of its weight."""
 
-    forward: Affine = Pending.affine  # (..., i) -> (..., o)
-    input_gradient: Callable[[Pending, Parameter], Tensor] = Pending.times  # (t, o) -> (t, i)
+    forward: Forward = multiply  # (..., i) -> (..., o)
+    input_gradient: Callable[[Arriving, Parameter], Tensor] = multiply_back  # (t, o) -> (t, i)
     of_weight: Callable[[Parameter, Tensor, Tensor], None] = (
         accumulate_product  # of dy (t, o) and x (t, i)
     )
 
-    def add_weight_gradient(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x to the weight's gradient: now, or in a later pass if this one computes only
-        the input's gradient."""
-        if weight.later is None:
-            self.of_weight(weight, dy, x)
-        else:
-            # without the graph
-            weight.later.append(functools.partial(self.of_weight, weight, dy.detach(), x.detach()))
+    def add_gradients(
+        self, weight: Parameter, bias: Parameter | None, dy: Tensor, x: Tensor | None
+    ) -> None:
+        """Add dy^T x to a trained weight's gradient (x None: frozen), and the sum of dy over tokens
+        to a trained bias's.
+
+        The product waits for a later pass if this one computes only the input's gradient.
+        """
+        if x is not None:
+            if weight.later is None:
+                self.of_weight(weight, dy, x)
+            else:  # without the graph
+                weight.later.append(
+                    functools.partial(self.of_weight, weight, dy.detach(), x.detach())
+                )
+        if bias is not None and bias.requires_grad:
+            bias.accumulate(functools.partial(torch.sum, dy, 0, dtype=bias.main_grad.dtype))
 
 
 PLAIN = Products()
@@ -87,14 +183,14 @@ class _Linear(Function):
         x: Tensor,
         weight: Parameter,
         bias: Parameter | None,
-        before: Collectives,
-        after: Collectives,
+        before: Exchange,
+        after: Exchange,
         products: Products,
     ) -> Tensor:
         if weight.requires_grad:
             ctx.save_for_backward(x)
         ctx.kept = weight, bias, before, after, products, x.shape
-        return after.reduced_affine(before.start_gather(x), weight, bias, products.forward)
+        return after.reduced_product(products.forward, before.start_gather(x), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,24 +199,24 @@ class _Linear(Function):
         x = before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
         if ctx.needs_input_grad[0]:
             dx = before.start_reduce(products.input_gradient(gathering, weight))
-        flat_dy = gathering.wait()
-        if x is not None:
-            products.add_weight_gradient(weight, flat_dy, x.wait().flatten(0, -2))
-        accumulate_bias(bias, flat_dy)
-        return None if dx is None else dx.wait().view(shape), *(None,) * 5
+        flat_dy = complete(gathering)
+        products.add_gradients(
+            weight, bias, flat_dy, None if x is None else complete(x).flatten(0, -2)
+        )
+        return None if dx is None else complete(dx).view(shape), *(None,) * 5
 
 
 def linear(
     x: Tensor,
     weight: Parameter,
     bias: Parameter | None = None,
-    before: Collectives = ONE_RANK,
-    after: Collectives = ONE_RANK,
+    before: Exchange = NO_EXCHANGE,
+    after: Exchange = NO_EXCHANGE,
     products: Products = PLAIN,
 ) -> Tensor:
     """Compute x (..., i), weight (o, i), bias (o,) -> (..., o).
 
-    before: collectives of the input if outputs are split over ranks. after: of the output if inputs
+    before: exchange of the input if outputs are split over ranks. after: of the output if inputs
     are split.
     """
     return _Linear.apply(x, weight, bias, before, after, products)

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.linear import PLAIN, Products, accumulate_bias
-from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, Pending
+from megatron_lite.kernels.linear import NO_EXCHANGE, PLAIN, Exchange, Products, complete
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tanh, tl, turns
 from megatron_lite.parameter import Function, Parameter
 
@@ -230,7 +229,7 @@ class _Options(NamedTuple):
     gated: bool
     recompute_level: str
     triton: bool
-    collectives: Collectives
+    exchange: Exchange
     of_up: Products
     of_down: Products
 
@@ -252,7 +251,7 @@ class _MLP(Function):
         ctx.down_bias = down_bias
         ctx.options = options
         # (..., f) or (..., 2 f)
-        u = options.of_up.forward(options.collectives.start_gather(x), up, up_bias)
+        u = options.of_up.forward(options.exchange.start_gather(x), up, up_bias)
         z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
         # for dx and the gradients of `up` and its bias
         ctx.needs_du = any(ctx.needs_input_grad[:3])
@@ -265,24 +264,22 @@ class _MLP(Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.collectives.reduced_affine(
-            Pending(z), down, down_bias, options.of_down.forward
-        )
+        return options.exchange.reduced_product(options.of_down.forward, z, down, down_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, collectives, of_up, of_down) = (
+        up, down, (activation, gated, _, triton, exchange, of_up, of_down) = (
             ctx.up,
             ctx.down,
             ctx.options,
         )
-        gathering_dy = collectives.start_gather(dy.reshape(-1, dy.shape[-1]))
+        gathering_dy = exchange.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None
         recomputed_z = None
         needs_z = down.requires_grad and z is None
         # overlaps the products until `up` needs it
-        gathering = None if x is None else collectives.start_gather(x)
+        gathering = None if x is None else exchange.start_gather(x)
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
             u = of_up.forward(gathering, up, ctx.up_bias)
         flat: list[Any] = [None if saved is None else saved.flatten(0, -2) for saved in (u, z)]
@@ -293,20 +290,20 @@ class _MLP(Function):
             del dz
         elif needs_z:
             recomputed_z = activate(u, activation, gated, triton)
-        flat_dy = gathering_dy.wait()
-        if down.requires_grad:
-            of_down.add_weight_gradient(down, flat_dy, z if recomputed_z is None else recomputed_z)
-        accumulate_bias(ctx.down_bias, flat_dy)
-        del recomputed_z
+        flat_dy = complete(gathering_dy)
+        z = recomputed_z if needs_z else z
+        of_down.add_gradients(down, ctx.down_bias, flat_dy, z)
+        del recomputed_z, z
         if du is None:
             return (None,) * 6
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = collectives.start_reduce(of_up.input_gradient(Pending(du), up))
+            dx = exchange.start_reduce(of_up.input_gradient(du, up))
+        rows = None
         if gathering is not None and up.requires_grad:
-            of_up.add_weight_gradient(up, du, gathering.wait().flatten(0, -2))
-        accumulate_bias(ctx.up_bias, du)
-        return None if dx is None else dx.wait().view(ctx.shape), *(None,) * 5
+            rows = complete(gathering).flatten(0, -2)
+        of_up.add_gradients(up, ctx.up_bias, du, rows)
+        return None if dx is None else complete(dx).view(ctx.shape), *(None,) * 5
 
 
 def mlp(
@@ -319,14 +316,14 @@ def mlp(
     gated: bool,
     recompute_level: str = "none",
     triton: bool = False,
-    collectives: Collectives = ONE_RANK,
+    exchange: Exchange = NO_EXCHANGE,
     products: tuple[Products, Products] = (PLAIN, PLAIN),
 ) -> Tensor:
     """Compute x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and
     down (h, f).
 
-    activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". collectives:
-    of x and y, if f is split over ranks. products: of `up` and `down`.
+    activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". exchange: of
+    x and y, if f is split over ranks. products: of `up` and `down`.
     """
     return _MLP.apply(
         x,
@@ -334,5 +331,5 @@ def mlp(
         up_bias,
         down,
         down_bias,
-        _Options(activation, gated, recompute_level, triton, collectives, *products),
+        _Options(activation, gated, recompute_level, triton, exchange, *products),
     )

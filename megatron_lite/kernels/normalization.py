@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.linear import accumulate
 from megatron_lite.kernels.triton_support import cdiv, jit, next_power_of_2, tl
 from megatron_lite.parameter import Function, Parameter
 
@@ -118,7 +117,7 @@ def reference_backward(
     )
     for parameter, total in zip(weights, sums, strict=True):
         if parameter is not None and parameter.requires_grad:
-            accumulate(parameter, total)
+            parameter.accumulate(total)
     if not needs_dx:
         return None
     return (dx if dsum is None else dx.add_(dsum.float())).to(dtype)
@@ -138,7 +137,7 @@ def _reference_rms_backward(
     w, size = kind.scale(weight), x.shape[-1]
     products = dy * x
     if weight is not None and weight.requires_grad:
-        accumulate(weight, r.view(-1) @ products.view(-1, size))
+        weight.accumulate(r.view(-1) @ products.view(-1, size))
     if not needs_dx:
         return None
     projection = products.sum(-1) if w is None else products @ w

@@ -32,15 +32,14 @@ Only these classes know how many ranks there are. A group of one does not commun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.distributed.rank_group import Group
-from megatron_lite.distributed.traffic import Handle
-from megatron_lite.kernels.products import affine, product
+from megatron_lite.kernels.linear import Arriving, Exchange, Forward, Pending, complete
+from megatron_lite.kernels.products import affine
 from megatron_lite.seeds import derive_seed
 
 # Kinds of traffic.
@@ -53,90 +52,8 @@ SCALE = "tensor scale"
 FEWEST_TOKENS = 256
 
 
-class Pending:
-    """A tensor whose collective may be in flight.
-
-    Args:
-        own: tokens that are complete already. Products begin with them, and split the tokens in the
-            same way every time, so that recomputation gives the same bits.
-        is_slice: `wait` returns a copy, so that the memory of all tokens can be freed.
-    """
-
-    __slots__ = ("_is_slice", "_own", "_tensor", "_work")  # each layer creates ten of these
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        work: Handle | None = None,
-        own: slice | None = None,
-        is_slice: bool = False,
-    ) -> None:
-        self._tensor = tensor
-        self._work = work
-        self._own = own
-        self._is_slice = is_slice
-
-    def wait(self, copies: bool = True) -> Tensor:
-        """Return the complete tensor. copies: see `is_slice`."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            if self._is_slice and copies:
-                self._tensor = self._tensor.clone()
-        return self._tensor
-
-    def affine(self, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Return the product of (..., i) with weight (o, i)^T plus bias (o,), (..., o).
-
-        out: memory (t, o) for the result, if all tokens are complete.
-        """
-        if self._own is None:
-            return affine(self.wait(), weight, bias, out)
-        return self._multiplied(lambda rows, out: affine(rows, weight, bias, out), weight.shape[0])
-
-    def times(self, weight: Tensor) -> Tensor:
-        """Return the product of (t, o) with weight (o, i), (t, i)."""
-        if self._own is None:
-            return product(self.wait(), weight.t())
-        return self._multiplied(lambda rows, out: product(rows, weight.t(), out), weight.shape[1])
-
-    def _multiplied(
-        self, multiply: Callable[[Tensor, Tensor | None], Tensor], channels: int
-    ) -> Tensor:
-        """Return `multiply(rows, out)` for all tokens, this rank's first."""
-        assert self._own is not None
-        rows, own = self._tensor.flatten(0, -2), self._own
-        result = rows.new_empty(len(rows), channels)
-        multiply(rows[own], result[own])
-        self.wait()
-        for others in (slice(0, own.start), slice(own.stop, None)):
-            if len(rows[others]):
-                multiply(rows[others], result[others])
-        return result.view(*self._tensor.shape[:-1], channels)
-
-
-Affine = Callable[[Pending, Any, Tensor | None], Tensor]  # like `Pending.affine`
-
-
-class Collectives:
-    """The collectives before and after products; on a single rank, no communication."""
-
-    def start_gather(self, residual: Tensor) -> Pending:
-        """Start to gather all tokens: (t, h) if the residual stream is (t, h), else (b, s, h) or
-        (1, b s, h)."""
-        return Pending(residual)
-
-    def start_reduce(self, parts: Tensor) -> Pending:
-        """Start to sum `parts` (..., h) over ranks into the residual stream; may overwrite
-        `parts`."""
-        return Pending(parts)
-
-    def reduced_affine(
-        self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine
-    ) -> Tensor:
-        """Return x (..., i) times weight (o, i)^T plus bias (o,), summed over ranks into the
-        residual stream."""
-        return multiply(x, weight, bias)
+class Collectives(Exchange):
+    """The collectives of the residual stream; on a single rank, no communication."""
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values, out of (b, s), for the tokens of this rank's residual stream."""
@@ -161,7 +78,7 @@ ONE_RANK = Collectives()
 
 class Replicated(Collectives):
     """Collectives for a group whose ranks all have the whole residual stream. in_halves: see
-    `reduced_affine`."""
+    `reduced_product`."""
 
     splits_tokens = False
 
@@ -172,14 +89,14 @@ class Replicated(Collectives):
         parts = parts.contiguous()
         return Pending(parts, self._group.all_reduce(parts, REDUCE))
 
-    def reduced_affine(
-        self, x: Pending, weight: Any, bias: Tensor | None, multiply: Affine = Pending.affine
+    def reduced_product(
+        self, forward: Forward, x: Arriving, weight: Any, bias: Tensor | None
     ) -> Tensor:
-        """See `Collectives`. With halves, the first half's sums are in flight while the second is
+        """See `Exchange`. With halves, the first half's sums are in flight while the second is
         multiplied."""
-        tokens, bias = x.wait(), bias if self._group.rank == 0 else None
+        tokens, bias = complete(x), bias if self._group.rank == 0 else None
         if not self._in_halves or tokens[..., 0].numel() < FEWEST_TOKENS:
-            return self.start_reduce(multiply(x, weight, bias)).wait()
+            return self.start_reduce(forward(x, weight, bias)).wait()
         slices = tokens.reshape(
             self._group.world_size if self.splits_tokens else 1, -1, tokens.shape[-1]
         )
@@ -187,9 +104,7 @@ class Replicated(Collectives):
         result = tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
         places = result.flatten(0, -2).split([half[..., 0].numel() for half in halves])
         pairs = zip(halves, places, strict=True)
-        reducing = [
-            self.start_reduce(Pending(half).affine(weight, bias, out)) for half, out in pairs
-        ]
+        reducing = [self.start_reduce(affine(half, weight, bias, out)) for half, out in pairs]
         reduced = [half.wait(copies=False) for half in reducing]
         return result if len(slices) == 1 else torch.cat(reduced, dim=1)
 
@@ -274,10 +189,10 @@ class Vocabulary:
         gradient."""
         return residual
 
-    def start_into_residual(self, gradient: Tensor) -> Pending:
+    def start_into_residual(self, gradient: Tensor) -> Arriving:
         """Start to reduce the head's input gradient (t, h) into the residual stream; overwrites
         it."""
-        return Pending(gradient)
+        return gradient
 
     def labels(self, labels: Tensor) -> Tensor:
         """Return labels (b, s) as rows of this rank's table, (t,); below zero: masked; beyond:
@@ -320,12 +235,12 @@ class SplitVocabulary(Vocabulary):
         return torch.where(absent, tokens % present, tokens - self._start), absent
 
     def embedded(self, rows: Tensor) -> Tensor:
-        return self._collectives.start_reduce(rows).wait()
+        return complete(self._collectives.start_reduce(rows))
 
     def of_residual(self, residual: Tensor) -> Tensor:
-        return self._collectives.start_gather(residual).wait()
+        return complete(self._collectives.start_gather(residual))
 
-    def start_into_residual(self, gradient: Tensor) -> Pending:
+    def start_into_residual(self, gradient: Tensor) -> Arriving:
         return self._collectives.start_reduce(gradient)
 
     def labels(self, labels: Tensor) -> Tensor:

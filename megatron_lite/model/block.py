@@ -90,9 +90,10 @@ class Attention(torch.nn.Module):
                 self.name, heads, self.window, self.scale, self.softmax_in_fp32
             )
         else:
-            seed = split_seed(
-                micro_batch.site_seed(self.name, self.dropout), self.parallel.group.rank
-            )
+            seed = None
+            if self.dropout != 0.0:
+                seed = micro_batch.site_seed(self.name, self.dropout)
+                seed = split_seed(seed, self.parallel.group.rank)
             context = attention(
                 *heads,
                 self.window,
@@ -165,7 +166,7 @@ class MLP(torch.nn.Module):
             gated=self.gated,
             recompute_level=self.recompute_level,
             triton=self.kernels.triton,
-            collectives=collectives,
+            exchange=collectives,
             products=(self.up.products(seed), self.down.products(seed)),
         )
 
@@ -214,7 +215,7 @@ class Block(Layer):
         assert hidden is not None
         # everything but the residual stream, whose dtype the embedding chooses
         dtype = self.mlp.up.weight.dtype
-        collectives = self.parallel.collectives(any_length=micro_batch.cache is not None)
+        collectives = self.parallel.collectives[micro_batch.cache is not None]
         hidden, normalized = self.attention_norm.add(hidden, None, dtype)
         branch = self._branch(
             self.attention(normalized, micro_batch, collectives),
@@ -236,4 +237,4 @@ class Block(Layer):
         if self.hidden_dropout == 0.0:
             return branch
         seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)
-        return dropout(branch, self.hidden_dropout, self.parallel.collectives().seed(seed))
+        return dropout(branch, self.hidden_dropout, self.parallel.collectives[False].seed(seed))

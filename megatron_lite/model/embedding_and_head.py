@@ -50,7 +50,7 @@ class Embedding(Layer):
         """Embed the tokens, at the micro-batch's positions or counting from 0."""
         assert hidden is None
         any_length, triton = micro_batch.cache is not None, self.kernels.triton
-        collectives = self.parallel.collectives(any_length)
+        collectives = self.parallel.collectives[any_length]
         vocabulary = self.vocabularies[any_length]
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
         positions = collectives.positions(micro_batch.positions, micro_batch.tokens)
@@ -60,13 +60,15 @@ class Embedding(Layer):
             hidden = hidden + embedding(self.position, positions, triton, self.dtype)
         if self.norm is not None:
             hidden = self.norm(hidden)
+        if self.dropout == 0.0:
+            return hidden
         return dropout(
             hidden, self.dropout, collectives.seed(micro_batch.site_seed("embedding", self.dropout))
         )
 
     def boundary(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype | None]:
         """See `zero.messages.FirstLayer`; (1, b s / T, h) with sequence parallelism."""
-        own = self.parallel.collectives(micro_batch.cache is not None).own(micro_batch.tokens)
+        own = self.parallel.collectives[micro_batch.cache is not None].own(micro_batch.tokens)
         return (*own.shape, self.word.shape[-1]), self.dtype
 
 

@@ -6,6 +6,7 @@ positions and biases of the residual stream are replicated.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +35,15 @@ class TensorParallel:
     splits_vocabulary: bool = True
     in_halves: bool = False
 
-    def collectives(self, any_length: bool = False) -> Collectives:
-        """Return the collectives for a pass. any_length: allow any number of tokens, as in
-        generation."""
-        return collectives_over(self.group, self.splits_tokens and not any_length, self.in_halves)
+    @functools.cached_property
+    def collectives(self) -> dict[bool, Collectives]:
+        """The collectives of a pass, by whether it has any number of tokens, as in generation."""
+        over = functools.partial(collectives_over, self.group, in_halves=self.in_halves)
+        return {False: over(self.splits_tokens), True: over(False)}
 
     def vocabulary(self, config: ModelConfig, any_length: bool = False) -> Vocabulary:
         """Return the vocabulary for a pass. any_length: see `collectives`."""
-        collectives = self.collectives(any_length)
+        collectives = self.collectives[any_length]
         if not self.splits_vocabulary:
             return Vocabulary(collectives)
         return vocabulary_over(

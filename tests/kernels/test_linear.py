@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.kernels.linear import accumulate_bias, linear
+from megatron_lite.kernels.linear import PLAIN, linear
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import compare, dtypes, empty_gradient, randn, saved_tensors
 
@@ -48,11 +48,12 @@ class Operations(TorchDispatchMode):
 @dtypes
 def test_the_first_gradient_of_a_bias_is_one_operation(dtype: torch.dtype) -> None:
     """Later ones add. The numbers are those of a sum that is copied."""
-    bias, dy = cast(Parameter, empty_gradient(randn(33))), randn(17, 33).to(dtype)
+    weight, bias = (cast(Parameter, empty_gradient(randn(*shape))) for shape in ((33, 5), (33,)))
+    dy = randn(17, 33).to(dtype)
     expected = dy.sum(0, dtype=bias.main_grad.dtype)
     with Operations() as first:
-        accumulate_bias(bias, dy)
+        PLAIN.add_gradients(weight, bias, dy, None)
     assert first.names == ["sum"] and torch.equal(bias.main_grad, expected)
     with Operations() as second:
-        accumulate_bias(bias, dy)
+        PLAIN.add_gradients(weight, bias, dy, None)
     assert second.names == ["sum", "add_"] and torch.equal(bias.main_grad, expected + expected)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megatron_lite.distributed.rank_group import alone
 from megatron_lite.distributed.traffic import FirstWait, Handle
+from megatron_lite.kernels import linear
 from megatron_lite.kernels import tensor_collectives as module
+from megatron_lite.kernels.linear import complete
 from megatron_lite.kernels.products import affine, product
 from megatron_lite.kernels.tensor_collectives import (
     ONE_RANK,
     Collectives,
-    Pending,
     Replicated,
     SequenceParallel,
     collectives_over,
@@ -45,9 +46,9 @@ def split_pass(ranks: ThreadRank) -> tuple[Tensor, ...]:
     parts = randn(10 + ranks.rank, B, S, H)
     return (
         residual,
-        collectives.start_gather(residual).wait(),
+        complete(collectives.start_gather(residual)),
         parts,
-        collectives.start_reduce(parts.clone()).wait(),
+        complete(collectives.start_reduce(parts.clone())),
     )
 
 
@@ -72,8 +73,8 @@ def replicated_pass(ranks: ThreadRank) -> tuple[Tensor, Tensor, bool]:
     parts, residual = randn(ranks.rank, B, S, H), randn(7, B, S, H)
     return (
         parts,
-        collectives.start_reduce(parts.clone()).wait(),
-        collectives.start_gather(residual).wait() is residual,
+        complete(collectives.start_reduce(parts.clone())),
+        collectives.start_gather(residual) is residual,
     )
 
 
@@ -160,14 +161,14 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     bias = torch.randn(5, generator=generator) if biased else None
     events: list[str] = []
     for name in ("affine", "product"):
-        original = getattr(module, name)
+        original = getattr(linear, name)
         monkeypatch.setattr(
-            module, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1]
+            linear, name, lambda *given, run=original: (events.append("multiply"), run(*given))[1]
         )
     collectives = collectives_over(SlowGroup(rank, x, events), splits_tokens=True)  # type: ignore[arg-type]
     own = x[rank * TOKENS : (rank + 1) * TOKENS]
 
-    found = collectives.start_gather(own.unsqueeze(0)).affine(weight, bias)
+    found = linear.multiply(collectives.start_gather(own.unsqueeze(0)), weight, bias)
     assert found.shape == (1, SLOW_RANKS * TOKENS, 5)
     torch.testing.assert_close(found[0], affine(x, weight, bias), rtol=1e-5, atol=1e-6)
     assert events[:2] == ["multiply", "wait"] and events.count("wait") == 1
@@ -176,10 +177,10 @@ def test_own_tokens_come_first(rank: int, biased: bool, monkeypatch: pytest.Monk
     events.clear()
     gathering = collectives.start_gather(own)
     torch.testing.assert_close(
-        gathering.times(weight.t()), product(x, weight), rtol=1e-5, atol=1e-6
+        linear.multiply_back(gathering, weight.t()), product(x, weight), rtol=1e-5, atol=1e-6
     )
     assert (
-        torch.equal(gathering.wait(), x)
+        torch.equal(complete(gathering), x)
         and events[:2] == ["multiply", "wait"]
         and events.count("wait") == 1
     )
@@ -230,7 +231,7 @@ def reduced_product(
         for shape in ((1, tokens, 8), (H, 8))
     )
     bias = torch.arange(H).to(dtype) if biased else None
-    reduced = collectives.reduced_affine(Pending(x), weight, bias)
+    reduced = collectives.reduced_product(linear.multiply, x, weight, bias)
     return affine(x, weight, bias if ranks.rank == 0 else None), reduced, seen.events
 
 
@@ -247,9 +248,10 @@ def test_halves_are_summed_while_the_others_are_multiplied(
     """Sums of integers are exact; twice as many collectives send as many bytes; one rank adds the
     bias."""
     seen = Seen()
-    monkeypatch.setattr(
-        module, "affine", lambda *given: (seen.events.append("multiply"), affine(*given))[1]
-    )
+    for place in (module, linear):
+        monkeypatch.setattr(
+            place, "affine", lambda *given: (seen.events.append("multiply"), affine(*given))[1]
+        )
     for fewest, halves in ((tokens, 2), (tokens + 1, 1)):
         monkeypatch.setattr(module, "FEWEST_TOKENS", fewest)
         for biased in (False, True):
@@ -273,16 +275,11 @@ def test_a_group_of_one_does_not_communicate(splits_tokens: bool) -> None:
     collectives: Collectives = collectives_over(alone(torch.device("cpu")), splits_tokens)
     values = randn(0, B, S, H)
     assert collectives is ONE_RANK
-    for result in (
-        collectives.start_gather(values).wait(),
-        collectives.start_reduce(values).wait(),
-    ):
-        assert result is values
+    assert collectives.start_gather(values) is collectives.start_reduce(values) is values
     assert collectives.own(values) is values and collectives.total(values) is values
     assert collectives.seed(3) == split_seed(3, 0) == 3
-    weight = randn(1, 4, H)
-    gathering, bias = collectives.start_gather(values), randn(2, 4)
-    assert torch.equal(gathering.affine(weight, None), affine(values, weight))
+    weight, bias = randn(1, 4, H), randn(2, 4)
     assert torch.equal(
-        collectives.reduced_affine(gathering, weight, bias), affine(values, weight, bias)
+        collectives.reduced_product(linear.multiply, values, weight, bias),
+        affine(values, weight, bias),
     )

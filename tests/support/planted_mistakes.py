@@ -184,7 +184,7 @@ MISTAKES = (
     _changed(
         "accumulation",
         "a gradient of rounded factors overwrites those of earlier micro-batches",
-        "kernels.linear:accumulate",
+        "parameter:Parameter.accumulate",
         "grad.copy_(value) if first else grad.add_(value)",
         "grad.copy_(value)",
     ),

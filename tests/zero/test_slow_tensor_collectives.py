@@ -102,7 +102,8 @@ def right(place: int, steps: int) -> list[Outcome | str]:
 
 # Functions that wait on behalf of their caller.
 PASSING = (
-    *("wait", "affine", "reduced_affine", "<listcomp>", "times", "_multiplied"),
+    *("wait", "complete", "affine", "multiply", "times", "multiply_back", "_multiplied"),
+    *("reduced_product", "<listcomp>"),
     *("gather", "reduce", "embedded", "of_residual"),
 )
 
