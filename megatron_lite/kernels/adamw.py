@@ -424,7 +424,8 @@ def adamw(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) 
             _descend(weights, _update_moments(shard, bounds, control), decay, rate, control)
         else:
             _fused_adamw(weights, gradient[bounds].float(), shard, bounds, rate, decay, control)
-        shard.weights.write(weights, bounds)
+        if not in_place:
+            shard.weights.write(weights, bounds)
 
 
 def adamw_moments(shard: Shard, ranges: Ranges, control: Control, triton: bool = False) -> Tensor:

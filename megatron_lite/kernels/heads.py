@@ -69,7 +69,8 @@ class _SplitHeads(Function):
                     del y
             ctx.save_for_backward(heads, *saved)
             query, key = targets
-        rotate_in_place(rotated, num_heads + head_groups, table, triton)
+        if table is not None:
+            rotate_in_place(rotated, num_heads + head_groups, table, triton)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod

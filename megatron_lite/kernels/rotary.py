@@ -213,11 +213,8 @@ def _launch(
 # ------------------------------------------------------------------------------------------------------------
 
 
-def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table | None, triton: bool) -> None:
-    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d); no-op without a
-    table."""
-    if table is None:
-        return
+def rotate_in_place(heads: Tensor, rotated_heads: int, table: Table, triton: bool) -> None:
+    """Rotate the first `rotated_heads` heads of a contiguous (b, s, c, d)."""
     x, r = heads[:, :, :rotated_heads], 2 * table[0].shape[-1]
     if triton:
         _launch(x.transpose(1, 2), None, None, heads, table, r // 2, back=False)

@@ -60,6 +60,13 @@ class Optimizer:
             Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None
         ]
         self._trained = [each for each in trained if each.part.has_memory]
+        # gradients of this rank's stages that count in the norm
+        self._counted = [
+            [part.grad_shard[start:end] for start, end in part.counted()]
+            if (part := stage.trainable)
+            else []
+            for stage in stages
+        ]
         self._rule = rule_of(config.optimizer)(config.optimizer, trained, distributed, kernels)
         self._averages = config.averaging.enabled
         self.averaging = Averaging(
@@ -137,14 +144,8 @@ class Optimizer:
         Sums over a stage's shards, then over all pipeline ranks' stages, then over a stage's ranks,
         so P changes no bit.
         """
-        counted = [
-            [part.grad_shard[start:end] for start, end in part.counted()]
-            if (part := stage.trainable)
-            else []
-            for stage in self._stages
-        ]
         own = loss.new_zeros(self._num_stages + 1)
-        own.index_copy_(0, self._indices, squared_norms(counted, loss.device, self._triton))
+        own.index_copy_(0, self._indices, squared_norms(self._counted, loss.device, self._triton))
         if self._distributed.tensor.rank == 0:
             own[-1] = loss
         every = self._distributed.pipeline.sum_in_rank_order(own)

@@ -256,7 +256,8 @@ class Stage:
         self.require_gradients()
         assert self.gradients is not None and self.trainable is not None
         for parameter in self.trained:
-            if parameter.begin_gradient():  # not used in this iteration
+            if parameter.gradient_is_empty:  # not used in this iteration
+                parameter.gradient_is_empty = False
                 parameter.main_grad.zero_()
         self.gradients.holder = None
         part = self.trainable
