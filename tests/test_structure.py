@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.code_tokens import code_tokens
 from tests.support.light_imports import heavy_imports
 from tests.support.save_calls import save_calls
-from tests.support.step_files import step_files
+from tests.support.step_files import changes_of, step_calls, tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_lite"
@@ -19,12 +19,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 # Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
 # feature that needs more raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 305_500
+MAXIMUM_PACKAGE_TOKENS = 305_510
 MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
-MAXIMUM_STEP_FILES = 34
-MAXIMUM_STEP_TOKENS = 41_800
+MAXIMUM_STEP_FILES = 32
+MAXIMUM_STEP_TOKENS = 41_250
+MAXIMUM_STEP_CHANGES = 400
 
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module
 # imports its own room and those on lower floors.
@@ -395,10 +396,12 @@ def test_a_line_binds_few_names() -> None:
 
 
 def test_a_training_step_passes_few_files() -> None:
-    """A reader who follows a plain step from the data to the update opens few files; `step_files`
-    lists them."""
-    files = step_files()
+    """A reader who follows a plain step from the data to the update opens few files, and goes from
+    one to another seldom; `step_files` lists them."""
+    calls = step_calls()
+    files = tokens_of(calls)
     assert len(files) <= MAXIMUM_STEP_FILES and sum(files.values()) <= MAXIMUM_STEP_TOKENS, files
+    assert changes_of(calls) <= MAXIMUM_STEP_CHANGES
 
 
 def test_a_save_seldom_calls_upwards() -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.step_files import PACKAGE, step_files
+from tests.support.step_files import PACKAGE, step_calls
 
 ROOT = PACKAGE.parent
 # Beside what one plain rank runs.
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only print the mutants")
     options = parser.parse_args()
     found: dict[str, list[Mutant]] = {}
-    for mutant in (mutant for path in [*step_files(), *MORE] for mutant in mutants(path)):
+    for mutant in (
+        mutant for path in [*sorted({*step_calls()}), *MORE] for mutant in mutants(path)
+    ):
         found.setdefault(mutant.kind, []).append(mutant)
     dice = random.Random(options.seed)
     kinds = sorted(found)
