@@ -156,7 +156,7 @@ def opened(
             run.trackers.close(code)
             leave_report(run, in_a_hurry=True, failed=True)
             if isinstance(error, RunError) and error.agreed:
-                _finish_background(run, error)
+                _finish_save(run, error)
         if (
             distributed is not None
             and experiment is not None
@@ -218,13 +218,13 @@ def with_remedies(
     return explained
 
 
-def _finish_background(run: Run, error: RunError) -> None:
+def _finish_save(run: Run, error: RunError) -> None:
     """Publish the checkpoint that was being written when all ranks failed; it predates the
     error."""
-    if run.background is not None and not isinstance(error, StorageError):
+    if run.saving is not None and not isinstance(error, StorageError):
         with contextlib.suppress(Exception):  # the error that ends the run is the one to report
-            if (finished := run.background.finish(hurry=True)) is not None:
-                run.logger.info("saved %s, which was being written", finished.folder)
+            run.saving.finish(hurry=True)
+            run.logger.info("saved %s, which was being written", run.saving.save.folder)
 
 
 def close(run: Run, code: int, message: str) -> None:

@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.names import new_nonce
 from megatron_lite.checkpoint.resume import Choice, Resumed, check_early, choose_together, resume
 from megatron_lite.checkpoint.retention import lack_at_start
 from megatron_lite.checkpoint.rotation import again
-from megatron_lite.checkpoint.writing import open_background, shards_bytes
+from megatron_lite.checkpoint.writing import open_host_copy, shards_bytes
 from megatron_lite.cli.help import banners
 from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.corpus.from_text import resolve_data
@@ -401,7 +401,7 @@ def _open_outputs(run: Run, layers: list[Layer]) -> None:
     distributed = run.distributed
     experiment = run.experiment
     run.write_export = partial(write_export, run)
-    run.background = open_background(config, run.model, distributed)
+    run.host_copy = open_host_copy(config, run.model, distributed)
     arguments = (
         run.shown_config,
         experiment.root,

@@ -120,8 +120,8 @@ def train_step(run: Run, micro_batches: Sequence[HostBatch], iteration: int) -> 
         if run.distributed.world_size > 1:
             check_replicas(run, iteration)
         rate = learning_rate(run.config, iteration, run.data.counts.schedule)
-        if run.background is not None:
-            run.background.wait_for_copy()
+        if run.saving is not None:
+            run.saving.wait_for_copy()
         updated = run.watch.follow(iteration, run.model.updated) if run.watch else run.model.updated
         update = run.optimizer.step(iteration, rate, loss, sum(counted), updated)
         if debugger:

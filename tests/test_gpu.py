@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.checkpoint.writing import BackgroundSaves
+from megatron_lite.checkpoint.writing import HostCopy
 from megatron_lite.config import DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join, make_deterministic
@@ -180,8 +180,8 @@ def test_a_late_step_is_noticed_while_the_device_works() -> None:
 
 def test_the_copy_for_background_saves_is_pinned(one_gpu: Distributed) -> None:
     model: Any = empty_model(make_specs(), Layout(), 0)
-    saves = BackgroundSaves(model, one_gpu, 0)
-    assert all(copy.is_pinned() for (copy,) in saves._copies)
+    host_copy = HostCopy(model, one_gpu)
+    assert all(copy.is_pinned() for (copy,) in host_copy._copies)
 
 
 def test_histograms_are_those_of_a_cpu_without_a_wait() -> None:

@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 # Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
 # feature that needs more raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 305_510
+MAXIMUM_PACKAGE_TOKENS = 305_070
 MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
@@ -55,7 +55,7 @@ NEVER: tuple[tuple[str, str], ...] = (
 )
 
 # Calls of a save from a lower room into a higher one, which a reader must look up.
-MAXIMUM_SAVE_CLIMBS = 5
+MAXIMUM_SAVE_CLIMBS = 0
 
 # Files that `train` imports, itself and their rooms included.
 MAXIMUM_LOOP_FILES = 131

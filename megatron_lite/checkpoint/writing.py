@@ -5,30 +5,30 @@ Every rank writes only its own shards, into a folder `.tmp-<iteration>-<save id>
 succeeded, rank 0 adds the manifest, syncs, and renames the folder to its final name: a checkpoint
 is complete or does not exist.
 
-With --async_checkpoint, a thread per rank copies the shards into host memory and writes the files.
-Only an update changes shards, so training continues with the next forward and backward pass while
-they are copied, and the update waits for the rest of the copy. The threads do not communicate:
-between two iterations the main threads agree, over the CPU group, on whether all files are written;
-then they gather sizes and checksums, and rank 0's thread publishes.
+A thread per rank does the work, step by step: prepare, write, complete. The threads do not
+communicate: after each step the main threads exchange results over the CPU group. They wait at
+once, or with --async_checkpoint agree between two iterations on whether all threads are done. Then
+the thread first copies the shards into host memory. Only an update changes shards, so training
+continues with the next forward and backward pass while they are copied, and the update waits for
+the rest of the copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
-import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,17 +39,15 @@ from megatron_lite.checkpoint.files import TensorToWrite, WrittenFile, dtype_nam
 from megatron_lite.checkpoint.manifest import Manifest, SavedParameter, tensor_name
 from megatron_lite.checkpoint.names import (
     MANIFEST_NAME,
-    is_folder,
     new_nonce,
     rank_file,
-    reason,
     work_path,
 )
 from megatron_lite.config import Config, flatten
 from megatron_lite.config.dimensions import DATA, RankGrid
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.errors import DamagedError, OutOfMemoryError
+from megatron_lite.errors import DamagedError, FolderLostError, OutOfMemoryError, StorageError
 from megatron_lite.kernels.weight_shard import weights_of
 from megatron_lite.run.durable_files import pause_s, sync_folder
 from megatron_lite.run.host import available_bytes
@@ -58,19 +56,22 @@ from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.layout import round_up
 from megatron_lite.zero.multi_stage import MultiStage
 
+if TYPE_CHECKING:
+    from megatron_lite.run.stop_signal import StopSignal
+
 _GIB = 2**30
 _ALIGNMENT = 128  # bytes: the tensors of a copy start where a GPU copies fast
-_DONE, _WORKING, _FAILED = range(3)
-T = TypeVar("T")
+_LOOK_S = 0.01  # between looks at the thread while waiting for it
 
 
 class Save:
-    """A checkpoint being written; methods are collective, except `write`, `complete` and `abandon`.
+    """A checkpoint to write: the three steps of `Saving`, which the threads of all ranks take.
 
     Args:
         state: JSON, the same on every rank.
-        check: called by rank 0 before it creates and before it publishes the folder; raises a
-            RunError if the directory above `root` no longer belongs to this run.
+        check: called by rank 0 before it creates and before it publishes the folder, and by a rank
+            that fails; raises a RunError if the directory above `root` no longer belongs to this
+            run.
     """
 
     def __init__(
@@ -90,31 +91,30 @@ class Save:
         self._model = model
         self._state = state
         self._config = config
-        self._distributed = distributed
-        self._check, self._what = check, f"the checkpoint of iteration {iteration}"
-        self._save_id = distributed.broadcast_object(new_nonce())
-        self._temporary = work_path(self.folder, "tmp", self._save_id)
-        self._own_path = self._temporary / rank_file(distributed.rank)
+        self.distributed = distributed
+        self.check, self.what = check, f"the checkpoint of iteration {iteration}"
 
-    def prepare(self) -> Save:
-        """Create the temporary folder, delete remains of interrupted saves, and return self.
+    def draw_id(self) -> None:
+        """Name the temporary folder of the next attempt. Collective."""
+        self._save_id = self.distributed.broadcast_object(new_nonce())
+        self._temporary = work_path(self.folder, "tmp", self._save_id)
+        self.own_path = self._temporary / rank_file(self.distributed.rank)
+
+    def prepare(self) -> None:
+        """Create the temporary folder and delete remains of interrupted saves, on rank 0.
 
         Raises:
-            StorageError: on every rank, if the folder cannot be created.
+            OSError: if the folder cannot be created.
+            RunError: from `check`.
         """
-
-        def prepare() -> None:
-            if self._distributed.rank == 0:
-                self._check()
-                self.root.mkdir(parents=True, exist_ok=True)
-                files.recover(self.root)
-                self._temporary.mkdir()
-
-        write_together(self._distributed, self._what, self.root, prepare)
-        return self
+        if self.distributed.rank == 0:
+            self.check()
+            self.root.mkdir(parents=True, exist_ok=True)
+            files.recover(self.root)
+            self._temporary.mkdir()
 
     def write(self, shown: bool = False) -> WrittenFile:
-        """Write and sync this rank's file; any thread may call this, and retry after a failure.
+        """Write and sync this rank's file.
 
         shown: whether rank 0 shows its progress.
 
@@ -125,85 +125,175 @@ class Save:
             raise OSError(
                 errno.ENOENT, "the folder is not visible here, all ranks need the same file system"
             )
-        self._own_path.unlink(missing_ok=True)
-        metadata = manifest.file_metadata(self._save_id, self.iteration, self._distributed.rank)
-        shown = shown and self._distributed.rank == 0
-        with ByteProgress(f"saving {self.folder}", _num_bytes(self.tensors), shown) as progress:
-            return files.write_tensors(self._own_path, self.tensors, metadata, progress.add)
+        metadata = manifest.file_metadata(self._save_id, self.iteration, self.distributed.rank)
+        shown = shown and self.distributed.rank == 0
+        with ByteProgress(f"saving {self.folder}", num_bytes(self.tensors), shown) as progress:
+            return files.write_tensors(self.own_path, self.tensors, metadata, progress.add)
 
-    def gather(self, write: Callable[[], WrittenFile]) -> list[WrittenFile]:
-        """Gather all ranks' files; `write` returns this rank's.
-
-        Raises:
-            StorageError: on every rank, if any rank cannot write; older checkpoints are untouched.
-        """
-        gathered = write_together(
-            self._distributed, self._what, self._own_path, write, _num_bytes(self.tensors)
-        )
-        return [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in gathered]
-
-    def confirm(self, complete: Callable[[], None]) -> None:
-        """Run or await `self.complete` on all ranks. Raises like `gather`."""
-        write_together(self._distributed, self._what, self.folder, complete)
-
-    def complete(self, written: list[WrittenFile]) -> None:
-        """Add the manifest and rename, on rank 0; any thread may call this, and retry after a
-        failure.
+    def complete(self, written: Sequence[WrittenFile]) -> None:
+        """Add the manifest and rename, on rank 0. written: each rank's file.
 
         Raises:
             OSError: if it cannot be written.
             RunError: from `check`.
         """
-        if self._distributed.rank != 0 or self._is_published():
+        if self.distributed.rank != 0:
             return
         rank_of, parts = self._model.pipeline.rank_of, self._model.all_parts()
         content = Manifest(
             save_id=self._save_id,
             iteration=self.iteration,
-            world_size=self._distributed.world_size,
+            world_size=self.distributed.world_size,
             config=flatten(self._config),
             state=self._state,
             files={rank_file(rank): file.saved for rank, file in enumerate(written)},
             parameters=locate_parameters(
-                [(rank_of[stage], part) for stage, part in parts], self._distributed.grid, written
+                [(rank_of[stage], part) for stage, part in parts], self.distributed.grid, written
             ),
         )
-        path = self._temporary / MANIFEST_NAME
-        path.unlink(missing_ok=True)
-        files.write_text(path, manifest.dump(content))
+        files.write_text(self._temporary / MANIFEST_NAME, manifest.dump(content))
         sync_folder(self._temporary)
-        self._check()
+        self.check()
         files.publish(
             self._temporary, self.folder, lambda folder: good_manifest(folder) is not None
         )
 
-    def _is_published(self) -> bool:
-        """Return whether a failed attempt has published the checkpoint; undo it if it is
-        incomplete."""
-        if is_folder(self._temporary):
-            return False
-        content = good_manifest(self.folder)
-        if content is not None and content.save_id == self._save_id:
-            sync_folder(self.root)
-            return True
-        os.rename(work_path(self.folder, "ready", self._save_id), self._temporary)
-        return False
-
     def abandon(self) -> None:
         """Delete what was written. Not collective; never raises."""
-        if self._distributed.rank == 0:
+        if self.distributed.rank == 0:
             files.remove_folder(self._temporary)
 
 
-def write_now(save: Save) -> int:
-    """Write and publish a checkpoint; return the bytes of all ranks' files. See `Save`."""
-    try:
-        written = save.prepare().gather(partial(save.write, shown=True))
-        save.confirm(lambda: save.complete(written))
-        return sum(file.saved.size for file in written)
-    except Exception:
-        save.abandon()
-        raise
+class Saving:
+    """A save under way: a thread writes, and the caller waits at once, with `finish`, or calls
+    `advance` from time to time.
+
+    Without a copy, and in a hurry, each rank waits for its own thread, and then in an exchange for
+    the others: a rank whose file system hangs ends the run once the exchange times out.
+
+    copy: lets training continue; call `wait_for_copy` before anything changes the shards.
+    retries: attempts after the first, with growing pauses. A lost directory is not retried.
+    """
+
+    is_published = False
+    num_bytes = 0  # of all ranks' files, once published
+    seconds = 0.0  # from the start until then
+
+    def __init__(self, save: Save, retries: int = 0, copy: HostCopy | None = None) -> None:
+        self.save = save
+        self._retries, self._copy = retries, copy
+        self._distributed = save.distributed
+        self._start_s = time.perf_counter()
+        self._distributed.wait_for_device()  # the thread's stream does not wait for the update's
+        self.blocked_s = time.perf_counter() - self._start_s  # time that training waited
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._hurry = threading.Event()
+        self._copying = None if copy is None else self._pool.submit(copy.fill)
+        if copy is not None:
+            save.tensors = copy.tensors(save.tensors)
+        self._jobs = self._attempts()
+        self._job: Future[Any] | None = None if copy is None else next(self._jobs)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the shards may change."""
+        if self._copying is not None and not self._copying.done():
+            start_s = time.perf_counter()
+            wait([self._copying])
+            self.blocked_s += time.perf_counter() - start_s
+
+    def advance(self, hurry: bool = False) -> bool:
+        """Go on, without waiting if there is a copy; return whether the checkpoint is published.
+        Collective.
+
+        hurry: end the pauses, and wait; the same on every rank.
+
+        Raises:
+            StorageError: on every rank, if any rank could not write; older checkpoints are
+                untouched.
+        """
+        if hurry:
+            self._hurry.set()
+        job = self._job
+        if not self.is_published and (
+            hurry or job is None or not self._distributed.agree_max(not job.done())
+        ):
+            self._job = next(self._jobs, None)
+        return self.is_published
+
+    def finish(self, hurry: bool = False, stop: StopSignal | None = None) -> None:
+        """Wait until the checkpoint is published; raises like `advance`. Collective.
+
+        While a copy is written and during pauses the ranks keep agreeing, so that no exchange times
+        out. stop: at a signal to any rank, all hurry.
+        """
+        start_s = time.perf_counter()
+        while not self.advance(hurry):
+            assert self._job is not None
+            wait([self._job], _LOOK_S)
+            hurry = hurry or bool(self._distributed.agree_max(stop.received if stop else 0))
+        self.blocked_s += time.perf_counter() - start_s
+
+    def _attempts(self) -> Iterator[Future[Any]]:
+        """Yield the thread's jobs, and go on with the next once all ranks are done with one."""
+        is_last = False
+        for attempt in itertools.count(1):
+            try:
+                yield from self._attempt()
+                self.seconds = time.perf_counter() - self._start_s
+                self.is_published = True
+                return self._pool.shutdown()
+            except FolderLostError:
+                raise
+            except StorageError as error:
+                if attempt > self._retries or is_last:
+                    raise
+                training = "Training waits" if self._copy is None else "Training continues"
+                text = "%s\n%s; trying again in %.0f s (%d of %d, --save_retries)"
+                logger.warning(text, error, training, pause_s(attempt), attempt, self._retries)
+            yield self._pool.submit(self._hurry.wait, pause_s(attempt))
+            is_last = self._hurry.is_set()
+
+    def _attempt(self) -> Iterator[Future[Any]]:
+        save = self.save
+        save.draw_id()
+        try:
+            yield from self._step(save.prepare, save.root)
+            rows = yield from self._step(self._write, save.own_path, num_bytes(save.tensors))
+            written = [WrittenFile(SavedFile(*saved), data_start) for saved, data_start in rows]
+            yield from self._step(partial(save.complete, written), save.folder)
+            self.num_bytes = sum(file.saved.size for file in written)
+        except Exception:
+            save.abandon()
+            raise
+
+    def _step(
+        self, action: Callable[[], Any], path: Path, bytes_needed: int = 0
+    ) -> Generator[Future[Any], None, list[Any]]:
+        """Run an action in the thread; return its results on all ranks."""
+
+        def act() -> Any:
+            try:
+                return action()
+            except OSError:
+                with contextlib.suppress(OSError):  # an unresponsive file system
+                    self.save.check()  # a lost directory explains the failure
+                raise
+
+        job = self._pool.submit(act)
+        if self._copy is not None and not self._hurry.is_set():
+            yield job
+        what = self.save.what
+        return write_together(self._distributed, what, path, job.result, bytes_needed)
+
+    def _write(self) -> WrittenFile:
+        if self._copying is not None:
+            self._copying.result()  # raises its error
+        return self.save.write(shown=self._copying is None)
+
+
+def write_now(save: Save) -> None:
+    """Write and publish a checkpoint. See `Saving`."""
+    Saving(save).finish()
 
 
 def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
@@ -288,10 +378,11 @@ def shards_bytes(model: MultiStage, ranks: int) -> int:
 
     ranks: with the same layers.
     """
-    return ranks * _num_bytes(tensors_of(model.all_parts())) if model.training else 0
+    return ranks * num_bytes(tensors_of(model.all_parts())) if model.training else 0
 
 
-def _num_bytes(tensors: Iterable[TensorToWrite]) -> int:
+def num_bytes(tensors: Iterable[TensorToWrite]) -> int:
+    """Return the bytes of some tensors."""
     return sum(tensor.num_bytes for tensor in tensors)
 
 
@@ -309,7 +400,7 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
         )
         shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
         metadata = manifest.file_metadata(new_nonce(), iteration, 10**digits - 1)
-        total += ranks * (len(files.safetensors_header(shapes, metadata)) + _num_bytes(tensors))
+        total += ranks * (len(files.safetensors_header(shapes, metadata)) + num_bytes(tensors))
     return total
 
 
@@ -343,42 +434,15 @@ def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
     ]
 
 
-# -- in a thread
+# -- a copy of the shards
 # ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Pending:
-    save: Save
-    job: Future[Any]  # writes this rank's file; then, on rank 0, publishes
-    start_s: float
-    copied: threading.Event
-    blocked_s: float = 0.0
-    written: list[WrittenFile] | None = None  # all ranks' files; None while being written
+class HostCopy:
+    """Host memory for a copy of the shards, from which --async_checkpoint writes."""
 
-
-class Finished(NamedTuple):
-    """A published checkpoint."""
-
-    folder: Path
-    iteration: int
-    num_bytes: int
-    seconds: float  # since its start
-    blocked_s: float  # time that training waited
-
-
-class BackgroundSaves:
-    """Asynchronous checkpointing: a copy of the shards in host memory, and at most one save in
-    flight.
-
-    Call `wait_for_copy` before anything changes the shards.
-
-    retries: attempts to write a file after the first.
-    """
-
-    def __init__(self, model: MultiStage, distributed: Distributed, retries: int) -> None:
-        self._distributed, self._retries = distributed, retries
-        self._model = model
+    def __init__(self, model: MultiStage, distributed: Distributed) -> None:
+        self._model, self._device = model, distributed.device
         stored = _stored(model)
         places = [round_up(tensor.nbytes, _ALIGNMENT) for tensor in chain.from_iterable(stored)]
         slab = _host_memory(sum(places), distributed.device)
@@ -390,98 +454,15 @@ class BackgroundSaves:
         self._copies = [
             [next(pieces)[: one.nbytes].view(one.dtype) for one in tensors] for tensors in stored
         ]
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: _Pending | None = None
-        self._hurry = threading.Event()
 
-    @property
-    def is_pending(self) -> bool:
-        return self._pending is not None
+    def fill(self) -> None:
+        """Copy this rank's shards."""
+        _copy_all(self._copies, _stored(self._model), self._device)
 
-    def begin(self, save: Save) -> None:
-        """Start copying and writing the shards in the thread. `save` must be prepared."""
-        assert self._pending is None, "finish the save before"
-        start_s, copied = time.perf_counter(), threading.Event()
-        self._distributed.wait_for_device()  # the thread's stream does not wait for the update's
-        job = self._pool.submit(self._copy_and_write, save, copied)
-        self._pending = _Pending(save, job, start_s, copied, time.perf_counter() - start_s)
-
-    def wait_for_copy(self) -> None:
-        """Wait until the shards may change."""
-        if self._pending is not None and not self._pending.copied.is_set():
-            start_s = time.perf_counter()
-            self._pending.copied.wait()
-            self._pending.blocked_s += time.perf_counter() - start_s
-
-    def advance(self) -> bool:
-        """Advance the save without waiting; return whether `finish` would not wait. Collective."""
-        if self._pending is None:
-            return False
-        job = self._pending.job
-        state = _WORKING if not job.done() else _DONE if job.exception() is None else _FAILED
-        state = self._distributed.agree_max(state)
-        if state == _DONE and self._pending.written is None:
-            self._publish(self._pending)
-            return False
-        return state != _WORKING
-
-    def finish(self, hurry: bool = False) -> Finished | None:
-        """Wait until the checkpoint is published; None if no save is pending. Collective.
-
-        hurry: retry failed writes without a pause.
-
-        Raises:
-            StorageError: on every rank, if any rank could not write; older checkpoints are
-                untouched.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        if hurry:
-            self._hurry.set()
-        save = pending.save
-        try:
-            written = self._publish(pending) if pending.written is None else pending.written
-            save.confirm(pending.job.result)
-        except Exception:
-            save.abandon()
-            raise
-        num_bytes = sum(file.saved.size for file in written)
-        seconds = time.perf_counter() - pending.start_s
-        return Finished(save.folder, save.iteration, num_bytes, seconds, pending.blocked_s)
-
-    def _copy_and_write(self, save: Save, copied: threading.Event) -> WrittenFile:
-        """Copy this rank's shards and write its file, in the thread."""
-        try:
-            _copy_all(self._copies, _stored(self._model), self._distributed.device)
-            pairs = zip(self._copies, save.tensors, strict=True)
-            save.tensors = [
-                tensor._replace(read=partial(weights_of, copy)) for copy, tensor in pairs
-            ]
-        finally:
-            copied.set()
-        return self._insist(save, save.write)
-
-    def _publish(self, pending: _Pending) -> list[WrittenFile]:
-        """Gather sizes and checksums, and let rank 0's thread publish."""
-        written = pending.written = pending.save.gather(pending.job.result)
-        pending.job = self._pool.submit(
-            self._insist, pending.save, partial(pending.save.complete, written)
-        )
-        return written
-
-    def _insist(self, save: Save, action: Callable[[], T]) -> T:
-        """Run an action in the thread; retry it after a system error."""
-        for attempt in range(1, self._retries + 1):
-            try:
-                return action()
-            except OSError as error:
-                text = "cannot write the checkpoint of iteration %d: %s; trying again in %.0f s (%d of %d)"
-                logger.warning(
-                    text, save.iteration, reason(error), pause_s(attempt), attempt, self._retries
-                )
-            self._hurry.wait(pause_s(attempt))
-        return action()
+    def tensors(self, tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
+        """Return this rank's `tensors_of` as the copy has them."""
+        pairs = zip(self._copies, tensors, strict=True)
+        return [tensor._replace(read=partial(weights_of, copy)) for copy, tensor in pairs]
 
 
 def _copy_all(
@@ -526,9 +507,7 @@ def _unpin(slab: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
-def open_background(
-    config: Config, model: MultiStage, distributed: Distributed
-) -> BackgroundSaves | None:
+def open_host_copy(config: Config, model: MultiStage, distributed: Distributed) -> HostCopy | None:
     """Allocate the host memory of --async_checkpoint; None without it. Collective.
 
     Raises:
@@ -548,6 +527,4 @@ def open_background(
         logger.info("asynchronous checkpoints: a copy in host memory, %s", facts)
 
     together(distributed, check_memory)  # no rank allocates before all have checked
-    return together(
-        distributed, lambda: BackgroundSaves(model, distributed, config.checkpoint.save_retries)
-    )
+    return together(distributed, lambda: HostCopy(model, distributed))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_lite.checkpoint.mirror import Mirror
     from megatron_lite.checkpoint.resume import Resumed
     from megatron_lite.checkpoint.retention import Known
-    from megatron_lite.checkpoint.writing import BackgroundSaves
+    from megatron_lite.checkpoint.writing import HostCopy, Saving
     from megatron_lite.config import Config
     from megatron_lite.data.loader import DataSource
     from megatron_lite.distributed.process_group import Distributed
@@ -67,7 +67,8 @@ class Run:
         bool  # a stop request preempted the evaluations and exports due after `iteration`
     )
     debugger: TensorDebugger | None  # None without debug options
-    background: BackgroundSaves | None  # None without --async_checkpoint
+    host_copy: HostCopy | None  # None without --async_checkpoint
+    saving: Saving | None = None  # the save under way
     trackers: Trackers
     timer: StepTimer
     console: ConsoleLines

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_lite.checkpoint.files import remove_folder
 from megatron_lite.checkpoint.names import find_checkpoints
 from megatron_lite.checkpoint.retention import best_of, is_permanent, lack_now, prune
-from megatron_lite.checkpoint.writing import Finished, Save, shards_bytes, write_now
+from megatron_lite.checkpoint.writing import Save, Saving, shards_bytes, write_now
 from megatron_lite.config import changed
 from megatron_lite.config.structured_values import keep_rules
-from megatron_lite.distributed.agreement import together
 from megatron_lite.errors import (
     EXIT_PREEMPTED,
-    FolderLostError,
     NumericsError,
     RunError,
-    StorageError,
     as_installed,
 )
 from megatron_lite.outputs.bad_steps import held_checkpoints, leave_bad_step
 from megatron_lite.outputs.run import Run
-from megatron_lite.run.durable_files import pause_s
 from megatron_lite.zero.finite import not_finite
 
-T = TypeVar("T")
 DEFAULT_CHECKPOINTS = 2  # kept by a start that saves by the clock because nothing else is set
-_POLL_S = 0.25  # during pauses between attempts
-_LOOK_S = 0.01  # while waiting for a background save
 
 
 def is_due(iteration: int, interval: int | None, offset: int = 0) -> bool:
@@ -135,60 +123,36 @@ def save(run: Run, evaluation_due: bool = False, stopping: bool = False) -> None
     num_bytes = shards_bytes(run.model, run.distributed.layers.world_size)
     if run.distributed.rank == 0 and (lack := lack_now(root, num_bytes)) is not None:
         run.logger.warning(lack)
-    start_s = time.perf_counter()
     training, done = run.config.training, run.iteration
     ends = done >= training.train_iters or run.best.ends or is_due(done, training.stop_interval)
-    if run.background is not None and not stopping and not ends:
-        run.background.begin(
-            with_retries(run, lambda: _new_save(run, root, evaluation_due).prepare())
-        )
-        return _mark_saved(run)
-    num_bytes = with_retries(run, lambda: write_now(_new_save(run, root, evaluation_due)))
-    _mark_saved(run)
-    _settle(
-        run,
-        Finished(
-            root / str(run.iteration), run.iteration, num_bytes, time.perf_counter() - start_s, 0.0
-        ),
-    )
-
-
-def _mark_saved(run: Run) -> None:
+    copy = None if stopping or ends else run.host_copy
+    new = _new_save(run, root, evaluation_due)
+    run.saving = Saving(new, run.config.checkpoint.save_retries, copy)
+    if copy is None:
+        finish_save(run)
     run.saved_s = time.monotonic()
     if run.stop_files is not None:
         run.stop_files.obeyed(run.stop_files.save)
 
 
 def finish_save(run: Run, hurry: bool = False) -> None:
-    """Wait for the background save, if any, and publish it.
-
-    Meanwhile the ranks keep agreeing, so that a stop signal ends the pauses of every rank and no
-    collective times out.
-    """
-    if run.background is None or not run.background.is_pending:
-        return
-    start_s = time.perf_counter()
-    while not hurry and not run.background.advance():
-        hurry = bool(run.distributed.agree_max(run.stop.received))
-        time.sleep(_LOOK_S)
-    try:
-        finished = run.background.finish(hurry)
-    except StorageError:
-        _refuse_lost_folder(run)
-        raise
-    if finished is not None:
-        _settle(run, finished, time.perf_counter() - start_s)
+    """Wait for the save under way, if any. hurry: end its pauses at once, not only at a stop
+    signal."""
+    if run.saving is not None:
+        saving, run.saving = run.saving, None
+        saving.finish(hurry, run.stop)
+        _settle(run, saving)
 
 
 def advance_save(run: Run) -> None:
-    """Advance the background save without waiting for it; call this between iterations."""
-    if run.background is not None and run.background.advance():
+    """Advance the save under way without waiting for it; call this between iterations."""
+    if run.saving is not None and run.saving.advance():
         finish_save(run)
 
 
-def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
+def _settle(run: Run, saving: Saving) -> None:
     """Delete old checkpoints after a new one is published, and log the new one."""
-    root = finished.folder.parent
+    new, root = saving.save, saving.save.root
     checkpoint = run.config.checkpoint
     rotation = None
     if run.distributed.rank == 0 and not run.optimizer.guard.dropped.streak():
@@ -201,59 +165,16 @@ def _settle(run: Run, finished: Finished, waited_s: float = 0.0) -> None:
         most = DEFAULT_CHECKPOINTS if run.saves_by_default else checkpoint.max_checkpoints
         held = (
             held_checkpoints(root.parent)
-            | best_of(finished.folder)
+            | best_of(new.folder)
             | (run.mirror.held() if run.mirror else set())
         )
-        prune(root, most, finished.iteration, rules, after, held, run.known_checkpoints)
-        rotation = None if most is None else (most, finished.iteration, after, held)
+        prune(root, most, new.iteration, rules, after, held, run.known_checkpoints)
+        rotation = None if most is None else (most, new.iteration, after, held)
     if run.mirror:
         run.mirror.update(rotation)
-    blocked = (
-        f", training waited {finished.blocked_s + waited_s:.2f} s"
-        if run.background is not None
-        else ""
-    )
-    size = f"{finished.num_bytes / 1e6:,.1f} MB"
-    run.logger.info("saved %s (%s, %.1f s%s)", finished.folder, size, finished.seconds, blocked)
-
-
-def with_retries(run: Run, attempt: Callable[[], T]) -> T:
-    """Call `attempt` on all ranks; after a StorageError, retry up to --save_retries times with
-    growing pauses.
-
-    A stop signal ends the pauses; one more attempt follows. A lost directory is not retried.
-    """
-    retries, hurry = run.config.checkpoint.save_retries, False
-    for number in itertools.count(1):
-        try:
-            return attempt()
-        except FolderLostError:
-            raise
-        except StorageError as error:
-            _refuse_lost_folder(run)
-            if number > retries or hurry:
-                raise
-            text = "%s\nTraining waits; trying again in %.0f s (%d of %d, --save_retries)"
-            run.logger.warning(text, error, pause_s(number), number, retries)
-        for _ in range(math.ceil(pause_s(number) / _POLL_S)):
-            if hurry := bool(run.distributed.agree_max(run.stop.received)):
-                break
-            time.sleep(_POLL_S)
-    raise AssertionError("the loop has no end of its own")
-
-
-def _refuse_lost_folder(run: Run) -> None:
-    """Replace the error of a failed save if the directory was moved or removed meanwhile.
-
-    Raises:
-        FolderLostError: on every rank.
-    """
-
-    def look() -> None:
-        with contextlib.suppress(OSError):  # an unresponsive file system
-            run.experiment.check()
-
-    together(run.distributed, look)
+    blocked = f", training waited {saving.blocked_s:.2f} s" if run.host_copy is not None else ""
+    size = f"{saving.num_bytes / 1e6:,.1f} MB"
+    run.logger.info("saved %s (%s, %.1f s%s)", new.folder, size, saving.seconds, blocked)
 
 
 def export(run: Run, best: bool = False) -> None:

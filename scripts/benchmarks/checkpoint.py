@@ -33,8 +33,9 @@ from megatron_lite.checkpoint import reading
 from megatron_lite.checkpoint.files import chunks
 from megatron_lite.checkpoint.resume import find
 from megatron_lite.checkpoint.writing import (
-    BackgroundSaves,
+    HostCopy,
     Save,
+    Saving,
     shards_bytes,
     tensors_of,
     write_now,
@@ -94,7 +95,7 @@ class Bench:
         # pinned.
         self.dcp_stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self.dcp_stager.state_dict_cache = _create_cpu_state_dict(self.dcp_state)
-        self.background = BackgroundSaves(self.model, distributed, retries=0)
+        self.host_copy = HostCopy(self.model, distributed)
         # A row may return the seconds for which a training loop is blocked; otherwise it is blocked
         # all the time.
         self.rows: dict[str, Callable[[], object]] = {
@@ -125,16 +126,16 @@ class Bench:
     def save_in_background(self) -> float:
         """Save asynchronously: copy to the host, write in a thread, publish."""
         begun_s = time.perf_counter()
-        self.background.begin(self._save("ours async").prepare())
+        saving = Saving(self._save("ours async"), copy=self.host_copy)
         blocked_s = time.perf_counter() - begun_s
         time.sleep(self.step_s)  # forward and backward; an update must wait for the copy
         begun_s = time.perf_counter()
-        self.background.wait_for_copy()
+        saving.wait_for_copy()
         blocked_s += time.perf_counter() - begun_s
-        while not self.background.advance():  # once an iteration
+        while not saving.advance():  # once an iteration
             time.sleep(0.01)
         begun_s = time.perf_counter()
-        self.background.finish()
+        saving.finish()
         return blocked_s + time.perf_counter() - begun_s
 
     def dcp_save_in_background(self) -> float:

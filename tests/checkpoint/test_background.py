@@ -8,13 +8,14 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_lite.checkpoint import files, manifest, writing
-from megatron_lite.checkpoint.writing import BackgroundSaves, Save, open_background, shards_bytes
+from megatron_lite.checkpoint.writing import HostCopy, Save, Saving, open_host_copy, shards_bytes
 from megatron_lite.config import CheckpointConfig, Config, RunConfig
 from megatron_lite.errors import OutOfMemoryError, StorageError
 from tests.checkpoint.test_writing import SPECS, fail_to_write, load, names, newest, save
@@ -42,7 +43,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_background(
     root: Path,
-    after: Callable[[ThreadRank, BackgroundSaves], Any],
+    after: Callable[[ThreadRank, Saving], Any],
     retries: int = 0,
     iteration: int = 20,
     layout: Layout = LAYOUT,
@@ -52,21 +53,20 @@ def in_background(
 
     def rank_main(distributed: Any) -> Any:
         model: Any = put(empty_model(SPECS, layout, distributed.rank), VALUES, distributed.rank)
-        saves = BackgroundSaves(model, distributed, retries)
-        started = Save(root, iteration, model, run_state(), Config(), distributed, lambda: None)
-        started.prepare()
-        saves.begin(started)
-        saves.wait_for_copy()
+        copy = HostCopy(model, distributed)
+        save = Save(root, iteration, model, run_state(), Config(), distributed, lambda: None)
+        saving = Saving(save, retries, copy)
+        saving.wait_for_copy()
         put(model, LATER, distributed.rank)
-        return after(distributed, saves)
+        return after(distributed, saving)
 
     return World(2).run(rank_main)
 
 
-def finish(distributed: ThreadRank, saves: BackgroundSaves) -> Any:
-    while not saves.advance():
+def finish(distributed: ThreadRank, saving: Saving) -> Saving:
+    while not saving.advance():
         pass
-    return saves.finish()
+    return saving
 
 
 def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_same_bytes_as_a_save_in_place(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     save(tmp_path / "now", 20, 1, world_size=2, state=run_state())
     for result in in_background(tmp_path / "later", finish):
-        assert result.iteration == 20 and result.num_bytes > 0, result
+        assert result.save.iteration == 20 and result.num_bytes > 0, result
     contents = []
     for root in (tmp_path / "now", tmp_path / "later"):
         content = manifest.read(root / "20", 20)
@@ -100,7 +100,7 @@ def test_split_weights_are_copied_as_they_are(
         lambda part, kind: read(part, kind) if kind != "weights" else pytest.fail(),
     )
     for result in in_background(tmp_path, finish, layout=Layout(2, copies=True)):
-        assert getattr(result, "iteration", result) == 20
+        assert isinstance(result, Saving), result
     monkeypatch.undo()
     assert same(load(tmp_path, 2)[1], VALUES)
     split, plain = (empty_model(SPECS, Layout(copies=copies), 0) for copies in (True, False))
@@ -139,14 +139,14 @@ def test_exactly_the_copy_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     model: Any = empty_model(SPECS, Layout(), 0)
-    saves = BackgroundSaves(model, distributed, 0)
+    host_copy = HostCopy(model, distributed)
     ((start, size),) = cuda.pinned.items()
     assert size == shards_bytes(model, 1)
-    places = sorted((copy.data_ptr(), copy.nbytes) for (copy,) in saves._copies)
+    places = sorted((copy.data_ptr(), copy.nbytes) for (copy,) in host_copy._copies)
     ends = [place + num_bytes for place, num_bytes in places]
     assert [place for place, _ in places] == [start, *ends[:-1]] and ends[-1] == start + size
     assert all(place % 128 == 0 for place, _ in places)
-    del saves
+    del host_copy
     assert not cuda.pinned
 
 
@@ -169,11 +169,11 @@ def test_a_copy_that_cannot_be_pinned_is_still_one(
     monkeypatch.setattr(files.logger, "propagate", True)
     model: Any = empty_model(SPECS, Layout(), 0)
     with caplog.at_level(logging.WARNING, "megatron_lite"):
-        saves = BackgroundSaves(model, distributed, 0)
+        host_copy = HostCopy(model, distributed)
     (record,) = caplog.records
     assert "cannot pin" in record.getMessage() and "(error 2)" in record.getMessage()
     assert kernels == ["cuda"] and cuda.attempts == 1
-    assert sum(copy.nbytes for (copy,) in saves._copies) == shards_bytes(model, 1)
+    assert sum(copy.nbytes for (copy,) in host_copy._copies) == shards_bytes(model, 1)
 
 
 def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,17 +187,16 @@ def test_training_goes_on_until_the_update(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writing, "_copy_all", slow)
     distributed: Any = one_rank()
     model: Any = put(empty_model(SPECS, Layout(), 0), VALUES, 0)
-    saves = BackgroundSaves(model, distributed, 0)
-    saves.begin(
-        Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None).prepare()
-    )
-    assert not saves.advance(), "returned before the copy"
+    host_copy = HostCopy(model, distributed)
+    save = Save(tmp_path, 20, model, run_state(), Config(), distributed, lambda: None)
+    saving = Saving(save, copy=host_copy)
+    assert not saving.advance(), "returned before the copy"
     threading.Timer(0.2, may_copy.set).start()
-    saves.wait_for_copy()
+    saving.wait_for_copy()
     put(model, LATER, 0)
-    saves.wait_for_copy()
-    finished = saves.finish()
-    assert finished is not None and 0.1 < finished.blocked_s < 5
+    saving.wait_for_copy()
+    assert 0.1 < saving.blocked_s < 5
+    saving.finish()
     assert same(load(tmp_path)[1], VALUES)
 
 
@@ -205,7 +204,17 @@ def test_nothing_is_there_before_it_is_whole(tmp_path: Path) -> None:
     """A crash between writing and publishing leaves the older checkpoint, and a folder that the
     next save deletes."""
     old = save(tmp_path, 10, 3, world_size=2)
-    in_background(tmp_path, lambda distributed, saves: saves._pending.job.result())  # type: ignore[union-attr]
+
+    def write_only(distributed: ThreadRank, saving: Saving) -> None:
+        preparing = saving._job
+        while saving._job is preparing:
+            saving.advance()
+        assert saving._job is not None
+        saving._job.result()
+
+    in_background(tmp_path, write_only)
+    (folder,) = tmp_path.glob(".tmp-20-*")
+    assert names(folder) == {"rank_000.safetensors", "rank_001.safetensors"}
     assert "10" in names(tmp_path) and "20" not in names(tmp_path)
     assert same(load(tmp_path)[1], old)
     save(tmp_path, 30, 4)
@@ -230,16 +239,16 @@ def test_a_failure_on_one_rank_is_an_error_on_all(
 def test_a_failure_that_passes_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the thread, while training goes on, with a warning each time."""
+    """While training goes on, with a warning each time."""
     fail_to_write(monkeypatch, 1, 2, errno.EIO)
     monkeypatch.setattr(files.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, "megatron_lite"):
         in_background(tmp_path, finish, retries=2)
     assert same(load(tmp_path, 2)[1], VALUES)
-    assert [record.args[1:] for record in caplog.records] == [  # type: ignore[index]
-        ("Input/output error", 0.01, 1, 2),
-        ("Input/output error", 0.01, 2, 2),
-    ]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 4 and all("Training continues" in one for one in warnings)
+    assert all("rank 1: " in one and "Input/output error" in one for one in warnings)
+    assert ["(1 of 2" in one for one in warnings] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("replaces", "failing_call"), [(False, 1), (True, 1), (True, 2)])
@@ -259,17 +268,60 @@ def test_a_failure_after_a_rename_is_retried(
 
     monkeypatch.setattr(files, "sync_folder", sync)
     for result in in_background(tmp_path, finish, retries=1):
-        assert getattr(result, "iteration", result) == 20
+        assert isinstance(result, Saving), result
     assert same(load(tmp_path, 2)[1], VALUES) and calls[0] >= failing_call
     found = newest(tmp_path)
     assert found is not None and found[0].name == "20"
 
 
-def test_a_stop_request_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for another attempt would cost the grace time."""
-    monkeypatch.setattr(writing, "pause_s", lambda attempt: 60.0)
+@pytest.mark.parametrize("signal", [0, 15])
+def test_a_stop_request_ends_the_pauses(
+    signal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for another attempt would cost the grace time. A signal to any rank counts."""
+    monkeypatch.setattr(writing, "pause_s", lambda attempt: 600.0)
     fail_to_write(monkeypatch, 1, 1, errno.EIO)
-    in_background(tmp_path, lambda distributed, saves: saves.finish(hurry=True), retries=3)
+
+    def hurry(distributed: ThreadRank, saving: Saving) -> None:
+        stop: Any = SimpleNamespace(received=signal if distributed.rank == 1 else 0)
+        saving.finish(hurry=not signal, stop=stop)
+
+    assert in_background(tmp_path, hurry, retries=3) == [None, None]
+    assert same(load(tmp_path, 2)[1], VALUES)
+
+
+def test_ranks_agree_during_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank waits in one exchange for the whole of a pause, for which there is a time-out."""
+    monkeypatch.setattr(writing, "pause_s", lambda attempt: 0.2)
+    fail_to_write(monkeypatch, 1, 1, errno.EIO)
+    looks = [0, 0]
+
+    def count(distributed: ThreadRank, saving: Saving) -> None:
+        agree_max = distributed.agree_max
+
+        def counting(value: int) -> int:
+            looks[distributed.rank] += 1
+            return agree_max(value)
+
+        monkeypatch.setattr(distributed, "agree_max", counting)
+        saving.finish()
+
+    assert in_background(tmp_path, count, retries=1) == [None, None]
+    assert looks[0] == looks[1] >= 10
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ranks_that_wait_do_so_in_an_exchange(in_place: bool, tmp_path: Path) -> None:
+    """In place and in a hurry: only an exchange has a time-out, for a rank whose disk hangs."""
+
+    def rank_main(distributed: Any) -> None:
+        model: Any = put(empty_model(SPECS, LAYOUT, distributed.rank), VALUES, distributed.rank)
+        save = Save(tmp_path, 20, model, run_state(), Config(), distributed)
+        saving = Saving(save, copy=None if in_place else HostCopy(model, distributed))
+        distributed.agree_max = lambda value: pytest.fail("looks from time to time")
+        saving.finish(hurry=not in_place)
+
+    assert World(2).run(rank_main) == [None, None]
     assert same(load(tmp_path, 2)[1], VALUES)
 
 
@@ -286,12 +338,12 @@ def test_the_copy_must_fit_into_the_host(tmp_path: Path, monkeypatch: pytest.Mon
         OutOfMemoryError,
         match="--async_checkpoint=1 .* GiB per rank, .* on this machine, of .* free",
     ):
-        open_background(wanted, model, distributed)
+        open_host_copy(wanted, model, distributed)
     monkeypatch.setattr(writing, "available_bytes", lambda: 4 * own)
     before = set(threading.enumerate())  # threads of earlier tests may end late
-    saves = open_background(wanted, model, distributed)
-    assert saves is not None and sum(copy.nbytes for (copy,) in saves._copies) == own
-    assert open_background(Config(run=run_config), model, distributed) is None
+    host_copy = open_host_copy(wanted, model, distributed)
+    assert host_copy is not None and sum(copy.nbytes for (copy,) in host_copy._copies) == own
+    assert open_host_copy(Config(run=run_config), model, distributed) is None
     assert set(threading.enumerate()) <= before, "none until a save"
 
 
@@ -305,13 +357,13 @@ def test_no_rank_counts_the_copy_of_another_one_twice(
     run_config = RunConfig(experiment_dir=str(tmp_path))
     wanted = Config(checkpoint=CheckpointConfig(async_checkpoint=True), run=run_config)
     monkeypatch.setattr(writing, "available_bytes", lambda: 2 * own - own * taken.is_set())
-    monkeypatch.setattr(writing, "BackgroundSaves", lambda *_: taken.set() or "opened")
+    monkeypatch.setattr(writing, "HostCopy", lambda *_: taken.set() or "opened")
 
     def start(distributed: Any) -> Any:
         distributed.local_world_size = 2
         model: Any = empty_model(SPECS, LAYOUT, distributed.rank)
         if distributed.rank == 1:
             taken.wait(0.2)
-        return open_background(wanted, model, distributed)
+        return open_host_copy(wanted, model, distributed)
 
     assert World(2).run(start) == ["opened"] * 2

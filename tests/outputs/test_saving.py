@@ -1,8 +1,8 @@
 """A save that fails is tried again, for as long as it makes sense."""
 
 import errno
-import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,114 +13,115 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpoint import manifest, writing
+from megatron_lite.checkpoint.writing import HostCopy, Save, Saving
+from megatron_lite.config import Config
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import FolderLostError, StorageError
-from megatron_lite.outputs import saving
-from tests.support.fakes import one_rank
+from tests.checkpoint.test_writing import SPECS
+from tests.support.fakes import Layout, empty_model, one_rank, run_state
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.launch import TINY, Fault, read_exit, run
 
 
+class Pauses(threading.Event):
+    """An event for which nobody waits, but which notes for how long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.noted.append(timeout)
+        return self.is_set()
+
+
 def tried(
+    root: Path,
     monkeypatch: pytest.MonkeyPatch,
     failures: int,
     retries: int,
     received: int = 0,
-    kind: type = StorageError,
+    error: Exception = OSError(errno.ENOSPC, "full"),  # noqa: B008
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[float], bool]:
-    """Call `with_retries` on an action that fails some times; return attempts, pauses, and whether
-    it failed.
+    """Save with a first step that fails some times; return attempts, pauses, and whether it failed.
 
-    check: that of the directory.
+    check: that of the directory. received: a signal, at which real pauses end.
     """
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    config = SimpleNamespace(checkpoint=SimpleNamespace(save_retries=retries))
-    fake: Any = SimpleNamespace(
-        config=config,
-        logger=logging.getLogger("test"),
-        distributed=one_rank(),
-        stop=SimpleNamespace(received=received),
-        experiment=SimpleNamespace(check=check),
-    )
-    attempts = 0
+    model: Any = empty_model(SPECS, Layout(), 0)
+    save = Save(root, 20, model, run_state(), Config(), one_rank(), check)
+    prepare, attempts = save.prepare, 0
 
-    def attempt() -> str:
+    def flaky() -> None:
         nonlocal attempts
         attempts += 1
         if attempts <= failures:
-            raise kind("full")
-        return "saved"
+            raise error
+        prepare()
 
+    monkeypatch.setattr(save, "prepare", flaky)
+    saving = Saving(save, retries)
+    pauses = Pauses()
+    if received:
+        monkeypatch.setattr(writing, "pause_s", lambda attempt: 600.0)
+    else:
+        saving._hurry = pauses
     try:
-        assert saving.with_retries(fake, attempt) == "saved"
-        return attempts, pauses, False
+        saving.finish(stop=SimpleNamespace(received=received))  # type: ignore[arg-type]
     except StorageError:
-        return attempts, pauses, True
+        assert not list(root.iterdir())
+        return attempts, pauses.noted, True
+    assert [path.name for path in root.iterdir()] == ["20"]
+    return attempts, pauses.noted, False
 
 
-def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1, 4, 16, 60 s, then the error; without a failure there is no pause."""
-    attempts, pauses, failed = tried(monkeypatch, failures=9, retries=4)
-    assert (attempts, failed) == (5, True) and sum(pauses) == pytest.approx(1 + 4 + 16 + 60)
-    attempts, pauses, failed = tried(monkeypatch, failures=2, retries=4)
-    assert (attempts, failed) == (3, False) and sum(pauses) == pytest.approx(1 + 4)
-    assert tried(monkeypatch, failures=0, retries=4) == (1, [], False)
-    assert tried(monkeypatch, failures=1, retries=0) == (1, [], True)
+    attempts, pauses, failed = tried(tmp_path, monkeypatch, failures=9, retries=4)
+    assert (attempts, failed) == (5, True) and pauses == [1, 4, 16, 60]
+    assert tried(tmp_path, monkeypatch, failures=1, retries=0) == (1, [], True)
+    assert tried(tmp_path, monkeypatch, failures=2, retries=4) == (3, [1, 4], False)
+    assert tried(tmp_path, monkeypatch, failures=0, retries=4) == (1, [], False)
 
 
-def test_a_stop_signal_ends_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_signal_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more attempt, at once, then the error."""
-    assert tried(monkeypatch, failures=9, retries=4, received=15) == (2, [], True)
-    assert tried(monkeypatch, failures=1, retries=4, received=15) == (2, [], False)
+    assert tried(tmp_path, monkeypatch, failures=9, retries=4, received=15) == (2, [], True)
+    assert tried(tmp_path, monkeypatch, failures=1, retries=4, received=15) == (2, [], False)
 
 
-def test_a_stop_signal_ends_the_wait_for_a_save_in_the_background() -> None:
-    """A rank pauses before it writes again, and all wait for it: at a signal to any rank it
-    hurries, and no rank waits in one exchange for the whole of the pauses, for which there is a
-    time-out."""
-    for received, looks in ((0, 3), (15, 1)):
-        told: list[bool] = []
-        states = iter([False, False, True])
-        background: Any = SimpleNamespace(
-            is_pending=True,
-            advance=lambda states=states: next(states),
-            finish=lambda hurry, told=told: told.append(hurry),
-        )
-        fake: Any = SimpleNamespace(
-            background=background, distributed=one_rank(), stop=SimpleNamespace(received=received)
-        )
-        saving.finish_save(fake)
-        assert told == [received > 0] and len(list(states)) == 3 - looks
+def test_a_lost_folder_is_no_reason_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = FolderLostError("moved")
+    assert tried(tmp_path, monkeypatch, failures=9, retries=4, error=lost) == (1, [], True)
 
 
-def test_a_lost_folder_is_no_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tried(monkeypatch, failures=9, retries=4, kind=FolderLostError) == (1, [], True)
-
-
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_since_its_folder_is_lost_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder may be removed between the check and the last sync: the error of the sync is not the
     reason. A file system that does not tell whether the folder is lost changes nothing."""
+    outcomes = [
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.EIO, "Input/output error"),
+        FolderLostError("moved"),
+    ]
 
-    def lost() -> None:
-        raise FolderLostError("moved")
+    def check() -> None:
+        raise outcomes.pop(0)
 
-    def silent() -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    def fail(*_: object) -> None:
-        raise StorageError("cannot save: No such file or directory")
-
-    assert tried(monkeypatch, failures=9, retries=4, check=lost) == (1, [], True)
-    assert tried(monkeypatch, failures=1, retries=4, check=silent)[0] == 2
-    background: Any = SimpleNamespace(is_pending=True, advance=lambda: True, finish=fail)
-    fake: Any = SimpleNamespace(background=background, distributed=one_rank())
-    fake.experiment, fake.stop = SimpleNamespace(check=lost), SimpleNamespace(received=0)
+    model: Any = empty_model(SPECS, Layout(), 0)
+    ranks: Any = one_rank()
+    copy = HostCopy(model, ranks) if asynchronous else None
+    monkeypatch.setattr(writing, "pause_s", lambda attempt: 0.0)
+    saving = Saving(Save(tmp_path, 20, model, run_state(), Config(), ranks, check), 4, copy)
     with pytest.raises(FolderLostError, match="moved"):
-        saving.finish_save(fake)
+        saving.finish()
+    assert not outcomes
 
 
 @pytest.mark.parametrize("asynchronous", [0, 1])
