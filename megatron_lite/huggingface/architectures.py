@@ -8,14 +8,15 @@ the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.config import Config, JsonObject, ModelConfig, Options
-from megatron_lite.config.values import written
+from megatron_lite.config.values import FLAGS, written
 from megatron_lite.errors import UsageError
 
 # Our activations -> Hugging Face's names; exports write the first.
@@ -31,94 +32,100 @@ ACTIVATIONS = MappingProxyType(
     {theirs: ours for ours, names in _SPELLINGS.items() for theirs in names.split()}
 )
 
-# Our options that have only one value in an architecture; "-": it supports all.
-_FIXED = """
-                                 llama     mistral   starcoder2  qwen2     qwen3
-hybrid_norm                      false     false     false       false     false
-input_embedding_norm             false     false     false       false     false
-qk_layernorm                     false     false     false       false     true
-logit_soft_cap                   0.0       0.0       0.0         0.0       0.0
-scale_attn_by_inverse_layer_idx  false     false     false       false     false
-use_rotary_embeddings            true      true      true        true      true
-use_position_embeddings          false     false     false       false     false
-rotary_percent                   1.0       1.0       1.0         1.0       1.0
-normalization_type               rms_norm  rms_norm  layer_norm  rms_norm  rms_norm
-gated                            true      true      false       true      true
-window_size                      null      -         -           -         -
-add_linear_biases                -         false     -           false     -
-add_qkv_biases                   -         false     -           -         -
-add_mlp_biases                   -         false     -           false     false
+# One paragraph a family: its `model_type`, its class, and the family that it is like, whose lines it
+# adds to or replaces; the value "-" removes.
+#   key     keys of config.json, with the value that transformers takes if the key is missing (null:
+#           derived from other keys, as in our options); config_file.py handles keys that need more
+#           than renaming
+#   must    keys of config.json, with the only value that we can express
+#   only    our options that have only one value in the family; biases and windows follow from the keys
+#   biases  keys of config.json, if the family has them, with the options that each states; with
+#           "all": options of biases that every file has, perhaps as zeros
+_FAMILIES = """
+shared -
+  only    hybrid_norm=false input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
+  only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
+  only    use_position_embeddings=false normalization_type=rms_norm gated=true
+  biases  attention_bias=add_linear_biases,add_qkv_biases mlp_bias=add_mlp_biases
+  biases  use_bias=add_linear_biases,add_qkv_biases,add_mlp_biases
 
-                                 gpt2        gpt_bigcode
-hybrid_norm                      false       false
-input_embedding_norm             false       false
-qk_layernorm                     false       false
-logit_soft_cap                   0.0         0.0
-scale_attn_by_inverse_layer_idx  -           false
-use_rotary_embeddings            false       false
-use_position_embeddings          true        true
-normalization_type               layer_norm  layer_norm
-gated                            false       false
-window_size                      null        null
+llama LlamaForCausalLM shared
+  key     vocab_size=32000 hidden_size=4096 num_hidden_layers=32 num_attention_heads=32
+  key     num_key_value_heads=null head_dim=null intermediate_size=11008 hidden_act=silu
+  key     max_position_embeddings=2048 initializer_range=0.02 attention_dropout=0.0
+  key     tie_word_embeddings=false rms_norm_eps=1e-6 attention_bias=false mlp_bias=false
+  must    rope_interleaved=false
+  only    rotary_percent=1.0
+
+mistral MistralForCausalLM llama
+  key     num_key_value_heads=8 intermediate_size=14336 max_position_embeddings=131072
+  key     sliding_window=4096 attention_bias=- mlp_bias=-
+  must    rope_interleaved=-
+
+gpt2 GPT2LMHeadModel shared
+  key     vocab_size=50257 n_embd=768 n_layer=12 n_head=12 n_inner=null activation_function=gelu_new
+  key     n_positions=1024 initializer_range=0.02 layer_norm_epsilon=1e-5 attn_pdrop=0.1
+  key     resid_pdrop=0.1 embd_pdrop=0.1 tie_word_embeddings=true
+  key     scale_attn_by_inverse_layer_idx=false reorder_and_upcast_attn=false
+  must    scale_attn_weights=true add_cross_attention=false
+  only    scale_attn_by_inverse_layer_idx=- use_rotary_embeddings=false use_position_embeddings=true
+  only    normalization_type=layer_norm gated=false
+  biases  all=add_linear_biases,add_qkv_biases,add_mlp_biases
+
+gpt_bigcode GPTBigCodeForCausalLM gpt2
+  key     activation_function=gelu_pytorch_tanh scale_attn_by_inverse_layer_idx=-
+  key     reorder_and_upcast_attn=- multi_query=true
+  only    scale_attn_by_inverse_layer_idx=false
+
+starcoder2 Starcoder2ForCausalLM llama
+  key     vocab_size=49152 hidden_size=3072 num_hidden_layers=30 num_attention_heads=24
+  key     num_key_value_heads=2 intermediate_size=12288 hidden_act=gelu_pytorch_tanh
+  key     max_position_embeddings=4096 initializer_range=0.018042 tie_word_embeddings=true
+  key     rms_norm_eps=- norm_epsilon=1e-5 residual_dropout=0.0 embedding_dropout=0.0
+  key     sliding_window=null attention_bias=- mlp_bias=- use_bias=true
+  must    rope_interleaved=- norm_type=layer_norm mlp_type=default
+  only    normalization_type=layer_norm gated=false
+
+qwen2 Qwen2ForCausalLM llama
+  key     vocab_size=151936 num_key_value_heads=32 intermediate_size=22016
+  key     max_position_embeddings=32768 use_sliding_window=false sliding_window=4096
+  key     max_window_layers=28 layer_types=null attention_bias=- mlp_bias=-
+  must    rope_interleaved=- use_mrope=false
+  biases  all=add_qkv_biases
+
+qwen3 Qwen3ForCausalLM qwen2
+  key     head_dim=128 attention_bias=false
+  must    use_mrope=-
+  only    qk_layernorm=true
+  biases  all=-
 """
-# Keys of config.json, our option, and the value that transformers takes if the key is missing (null:
-# derived from other keys, as in our options); "-": no single option, or no key of this
-# architecture. config_file.py handles keys that need more than renaming.
-_KEYS = """
-                         option                   llama  mistral  starcoder2         qwen2   qwen3
-vocab_size               vocab_size               32000  32000    49152              151936  151936
-hidden_size              hidden_size              4096   4096     3072               4096    4096
-num_hidden_layers        num_layers               32     32       30                 32      32
-num_attention_heads      num_attention_heads      32     32       24                 32      32
-num_key_value_heads      head_groups              null   8        2                  32      32
-head_dim                 kv_channels              null   null     null               null    128
-intermediate_size        ffn_hidden_size          11008  14336    12288              22016   22016
-hidden_act               activation_type          silu   silu     gelu_pytorch_tanh  silu    silu
-max_position_embeddings  max_position_embeddings  2048   131072   4096               32768   32768
-initializer_range        init_method_std          0.02   0.02     0.018042           0.02    0.02
-attention_dropout        attention_dropout        0.0    0.0      0.0                0.0     0.0
-tie_word_embeddings      tie_word_embeddings      false  false    true               false   false
-rms_norm_eps             layer_norm_eps           1e-6   1e-6     -                  1e-6    1e-6
-norm_epsilon             layer_norm_eps           -      -        1e-5               -       -
-residual_dropout         hidden_dropout           -      -        0.0                -       -
-embedding_dropout        embedding_dropout        -      -        0.0                -       -
-use_bias                 -                        -      -        true               -       -
-sliding_window           -                        -      4096     null               4096    4096
-use_sliding_window       -                        -      -        -                  false   false
-max_window_layers        -                        -      -        -                  28      28
-attention_bias           -                        false  -        -                  -       false
-mlp_bias                 -                        false  -        -                  -       -
-
-                                 option                           gpt2      gpt_bigcode
-vocab_size                       vocab_size                       50257     50257
-n_embd                           hidden_size                      768       768
-n_layer                          num_layers                       12        12
-n_head                           num_attention_heads              12        12
-n_inner                          ffn_hidden_size                  null      null
-activation_function              activation_type                  gelu_new  gelu_pytorch_tanh
-n_positions                      max_position_embeddings          1024      1024
-initializer_range                init_method_std                  0.02      0.02
-layer_norm_epsilon               layer_norm_eps                   1e-5      1e-5
-attn_pdrop                       attention_dropout                0.1       0.1
-resid_pdrop                      hidden_dropout                   0.1       0.1
-embd_pdrop                       embedding_dropout                0.1       0.1
-tie_word_embeddings              tie_word_embeddings              true      true
-scale_attn_by_inverse_layer_idx  scale_attn_by_inverse_layer_idx  false     -
-reorder_and_upcast_attn          attention_softmax_in_fp32        false     -
-multi_query                      -                                -         true
-"""
-
-
-def _columns(text: str) -> Mapping[str, JsonObject]:
-    """Return the columns of tables by their heads: first word of a row -> value."""
-    found: dict[str, JsonObject] = {}
-    for table in text.strip("\n").split("\n\n"):
-        heads, *rows = map(str.split, table.splitlines())
-        for column, head in enumerate(heads, start=1):
-            found.setdefault(head, {}).update(
-                {row[0]: _value(row[column]) for row in rows if row[column] != "-"}
-            )
-    return MappingProxyType(found)
+# Keys of config.json that are a single option by another name.
+_OPTIONS = MappingProxyType(
+    {
+        key: option
+        for option, *keys in map(
+            str.split,
+            """
+            hidden_size              n_embd
+            num_layers               num_hidden_layers n_layer
+            num_attention_heads      n_head
+            head_groups              num_key_value_heads
+            kv_channels              head_dim
+            ffn_hidden_size          intermediate_size n_inner
+            activation_type          hidden_act activation_function
+            max_position_embeddings  n_positions
+            init_method_std          initializer_range
+            attention_dropout        attn_pdrop
+            hidden_dropout           residual_dropout resid_pdrop
+            embedding_dropout        embd_pdrop
+            layer_norm_eps           rms_norm_eps norm_epsilon layer_norm_epsilon
+            attention_softmax_in_fp32  reorder_and_upcast_attn
+            """.strip().splitlines(),
+        )
+        for key in keys
+    }
+)
+_BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
 
 
 def _value(text: str) -> Any:
@@ -127,77 +134,70 @@ def _value(text: str) -> Any:
     return text
 
 
-_FIXED_OPTIONS, _COLUMNS = _columns(_FIXED), _columns(_KEYS)
-# Our options of biases; files of some architectures always have them, or one key states several.
-_BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
-
-
 @dataclass(frozen=True)
 class Architecture:
-    """One `model_type`."""
+    """One `model_type`; see `_FAMILIES`."""
 
     name: str
     class_name: str
-    # Keys of config.json -> the only value that we can express.
-    constants: JsonObject = field(default_factory=dict)
-    # Key -> the options that it states.
-    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    always_biased: tuple[str, ...] = ()  # options of biases that every file has, perhaps as zeros
+    # Keys of config.json -> values if missing; includes keys that are no single option.
+    defaults: JsonObject
+    constants: JsonObject  # key -> the only value that we can express
+    only: JsonObject  # our options that have one value by the table
+    biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
+    always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
 
     @property
     def fixed(self) -> JsonObject:
         """Our options that have only one value."""
-        return _FIXED_OPTIONS[self.name]
-
-    @property
-    def defaults(self) -> JsonObject:
-        """Map keys of config.json to values if missing; includes keys that are no single option."""
-        return _COLUMNS[self.name]
+        stated = {*self.always_biased, *itertools.chain(*self.biases.values())}
+        absent: Options = {option: False for option in _BIASES if option not in stated}
+        if "sliding_window" not in self.defaults:
+            absent["window_size"] = None
+        return self.only | absent
 
     @property
     def keys(self) -> dict[str, str]:
         """Map the keys of config.json that are a single option to that option."""
-        options = _COLUMNS["option"]
-        return {key: options[key] for key in self.defaults if key in options}
+        options = {key: _OPTIONS.get(key, key) for key in self.defaults}
+        return {key: option for key, option in options.items() if option in FLAGS}
 
     def key_of(self, option: str) -> str:
         """Return the key of an option, or the option itself if no single key states it."""
         return next((key for key, name in self.keys.items() if name == option), option)
 
 
-_ATTENTION_BIAS = {"attention_bias": _BIASES[:2]}
-_GPT_CONSTANTS = {"scale_attn_weights": True, "add_cross_attention": False}
+def _read_families(text: str) -> Iterator[Architecture]:
+    """Yield the architectures of a table, in its order; see `_FAMILIES`."""
+    cells: dict[str, dict[tuple[str, str], str]] = {}  # family -> line and key -> value
+    for paragraph in text.strip().split("\n\n"):
+        (name, class_name, *like), *lines = map(str.split, paragraph.splitlines())
+        cells[name] = dict(cells[like[0]]) if like else {}
+        for kind, *words in lines:
+            for word in words:
+                key, value = word.split("=")
+                cells[name][kind, key] = value
+        if name != "shared":
+            yield _architecture(name, class_name, cells[name])
+
+
+def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], str]) -> Architecture:
+    def line(kind: str) -> dict[str, str]:
+        return {key: value for (its, key), value in cells.items() if its == kind and value != "-"}
+
+    keys, constants, only = (
+        {key: _value(value) for key, value in line(kind).items()}
+        for kind in ("key", "must", "only")
+    )
+    biases = {key: tuple(options.split(",")) for key, options in line("biases").items()}
+    always = biases.pop("all", ())
+    stated = {key: options for key, options in biases.items() if key in keys}
+    return Architecture(name, class_name, keys, constants, only, stated, always)
+
+
 # In order of preference for exports.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        architecture.name: architecture
-        for architecture in (
-            Architecture(
-                "llama",
-                "LlamaForCausalLM",
-                {"rope_interleaved": False},
-                _ATTENTION_BIAS | {"mlp_bias": ("add_mlp_biases",)},
-            ),
-            Architecture("mistral", "MistralForCausalLM"),
-            Architecture("gpt2", "GPT2LMHeadModel", _GPT_CONSTANTS, always_biased=_BIASES),
-            Architecture(
-                "gpt_bigcode", "GPTBigCodeForCausalLM", _GPT_CONSTANTS, always_biased=_BIASES
-            ),
-            Architecture(
-                "starcoder2",
-                "Starcoder2ForCausalLM",
-                {"norm_type": "layer_norm", "mlp_type": "default"},
-                {"use_bias": _BIASES},
-            ),
-            Architecture(
-                "qwen2",
-                "Qwen2ForCausalLM",
-                {"use_mrope": False},
-                always_biased=("add_qkv_biases",),
-            ),
-            Architecture("qwen3", "Qwen3ForCausalLM", biases=_ATTENTION_BIAS),
-        )
-    }
+    {architecture.name: architecture for architecture in _read_families(_FAMILIES)}
 )
 
 
