@@ -214,6 +214,20 @@ class ModelConfig(Area):
             ),
         ),
     )
+    embedding_scale: PositiveFloat = option(
+        1.0, "factor on the embeddings of tokens, rounded to the training dtype"
+    )
+    residual_scale: PositiveFloat = option(
+        1.0, "factor on the outputs of attention and MLP before the residual addition"
+    )
+    attention_scale: PositiveFloat | None = optional(
+        "factor on attention scores", "1 / sqrt(kv_channels)"
+    )
+    attention_soft_cap: NonNegativeFloat = option(
+        0.0,
+        "cap attention scores to cap * tanh(scores / cap), which only the backends flex and math compute; 0: no cap",
+    )
+    logit_scale: PositiveFloat = option(1.0, "factor on logits")
     logit_soft_cap: NonNegativeFloat = option(
         0.0, "cap logits to cap * tanh(logits / cap); 0: no cap"
     )

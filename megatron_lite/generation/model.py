@@ -85,6 +85,7 @@ class LocalModel:
             config.kv_channels,
             windowed=config.window_size is not None,
             heads_per_group=config.num_attention_heads // config.head_groups,
+            soft_cap=config.attention_soft_cap,
         )
         return choose_attention(
             "auto", device, work, works=lambda backend: failure(backend, device, work) is None

@@ -44,6 +44,8 @@ ACTIVATIONS = MappingProxyType(
 _FAMILIES = """
 shared -
   only    hybrid_norm=false input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
+  only    embedding_scale=1.0 residual_scale=1.0 attention_scale=null attention_soft_cap=0.0
+  only    logit_scale=1.0
   only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
   only    use_position_embeddings=false normalization_type=rms_norm gated=true
   biases  attention_bias=add_linear_biases,add_qkv_biases mlp_bias=add_mlp_biases
@@ -266,7 +268,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     needs = []
     for name, value in ARCHITECTURES[architecture].fixed.items():
         actual = getattr(model, name)
-        assert actual is not None or name == "window_size", f"{name} is not resolved"
+        assert actual is not None or FLAGS[name].optional, f"{name} is not resolved"
         if actual != value:
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
     heads = model.num_attention_heads

@@ -189,7 +189,6 @@ _MEANINGLESS = frozenset(
     is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )
-_MAY_BE_NONE = ("window_size", *ROPE_OPTIONS)
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
@@ -379,7 +378,7 @@ class _Reading:
     def checked(self, option: str, value: Any) -> Any:
         """Return a value after checking the type and bounds of its option; report problems under
         its key."""
-        if value is None and option in _MAY_BE_NONE:
+        if value is None and FLAGS[option].optional:
             return None
         try:
             check_value(FLAGS[option], value)

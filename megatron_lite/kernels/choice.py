@@ -181,6 +181,7 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
         dropout=model.attention_dropout > 0,
         heads_per_group=model.num_attention_heads // model.head_groups,
         length=config.batch.sequence_length,
+        soft_cap=model.attention_soft_cap,
     )
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if planned:
@@ -241,7 +242,12 @@ def _small_problem(backend: str, device: torch.device, work: Work) -> tuple[Tens
         )
         documents = Documents(starts, DOCUMENTS)
     window = WINDOW if work.windowed else None
-    output = attention(query, key, value, window, 0.0, None, backend=backend, documents=documents)
+    output = attention(
+        *(query, key, value, window, 0.0, None),
+        backend=backend,
+        documents=documents,
+        soft_cap=work.soft_cap,
+    )
     output.backward(torch.ones_like(output))
     assert projection.grad is not None
     return output.detach().float(), projection.grad.float()

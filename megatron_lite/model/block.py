@@ -44,9 +44,10 @@ class Attention(torch.nn.Module):
         self.rotary = rotary
         self.name = name
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
-        self.scale = None  # 1 / sqrt(d)
+        self.scale = config.attention_scale  # None: 1 / sqrt(d)
         if config.scale_attn_by_inverse_layer_idx:
-            self.scale = config.kv_channels**-0.5 / (index + 1)
+            self.scale = (self.scale or config.kv_channels**-0.5) / (index + 1)
+        self.soft_cap = config.attention_soft_cap
         self.kernels = kernels
         channels = config.kv_channels
         query_size = config.num_attention_heads * channels
@@ -87,7 +88,7 @@ class Attention(torch.nn.Module):
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(
-                self.name, heads, self.window, self.scale, self.softmax_in_fp32
+                self.name, heads, self.window, self.scale, self.soft_cap, self.softmax_in_fp32
             )
         else:
             seed = None
@@ -102,6 +103,7 @@ class Attention(torch.nn.Module):
                 backend=self.kernels.attention,
                 documents=micro_batch.documents,
                 scale=self.scale,
+                soft_cap=self.soft_cap,
                 softmax_in_fp32=self.softmax_in_fp32,
             )
         context = context.transpose(1, 2).flatten(2)  # (b, s, n d)
@@ -185,7 +187,7 @@ class Block(Layer):
     ) -> None:
         super().__init__()
         self.name = f"blocks.{index}"
-        self.hidden_dropout = config.hidden_dropout
+        self.hidden_dropout, self.residual_scale = config.hidden_dropout, config.residual_scale
         self.parallel = parallel
         split = parallel.replicated()
         self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
@@ -231,9 +233,11 @@ class Block(Layer):
     def _branch(
         self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str
     ) -> Tensor:
-        """Return the branch after its norm and dropout, as added to the residual stream."""
+        """Return the branch after its norm, factor and dropout, as added to the residual stream."""
         if norm is not None:
             branch = norm(branch)
+        if self.residual_scale != 1.0:
+            branch = branch * self.residual_scale
         if self.hidden_dropout == 0.0:
             return branch
         seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)

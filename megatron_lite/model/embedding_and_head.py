@@ -30,7 +30,7 @@ class Embedding(Layer):
             length: parallel.vocabulary(config, length) for length in (False, True)
         }  # any length?
         weights = Initializer("normal", config.init_method_std_embed)
-        self.dropout = config.embedding_dropout
+        self.scale, self.dropout = config.embedding_scale, config.embedding_dropout
         # residual stream's dtype
         self.dtype = torch.float32 if config.full_precision_residual else None
         self.word = declare(_vocabulary("embedding.word.weight", config, parallel, embedding=True))
@@ -53,6 +53,8 @@ class Embedding(Layer):
         collectives = self.parallel.collectives[any_length]
         vocabulary = self.vocabularies[any_length]
         hidden = embedding(self.word, micro_batch.tokens, triton, self.dtype, vocabulary)
+        if self.scale != 1.0:
+            hidden = hidden * torch.tensor(self.scale, dtype=self.word.dtype).item()
         positions = collectives.positions(micro_batch.positions, micro_batch.tokens)
         if self.position is not None and positions is None:
             hidden = add_positions(hidden, self.position)
@@ -105,7 +107,7 @@ class Head(Layer):
             )
         self.kernels = kernels
         self.logit_z_loss = logit_z_loss
-        self.soft_cap = config.logit_soft_cap
+        self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
         self.padding_rows = self.weight.spec.padding_rows
 
     @property
@@ -123,7 +125,7 @@ class Head(Layer):
         assert hidden is not None
         if micro_batch.cache is not None:
             return self.logits(hidden[:, micro_batch.cache.answered])[0]
-        normalized = self.norm(hidden, self.weight.dtype)
+        normalized = self._normalized(hidden)
         kernels, tokens = self.kernels, micro_batch.labels.numel()
         loss = linear_cross_entropy(
             normalized,
@@ -140,9 +142,14 @@ class Head(Layer):
         )
         return loss if micro_batch.loss_weight == 1.0 else loss * micro_batch.loss_weight
 
+    def _normalized(self, hidden: Tensor) -> Tensor:
+        """Return the norm of (b, s, h) times the factor on logits, which costs least here."""
+        normalized = self.norm(hidden, self.weight.dtype)
+        return normalized if self.scale == 1.0 else normalized * self.scale
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (b, s, v) of (b, s, h) for generation, without vocabulary padding."""
-        rows = affine(self.norm(hidden, self.weight.dtype), self.weight)
+        rows = affine(self._normalized(hidden), self.weight)
         return capped(self.vocabulary_of_any_length.whole(rows), self.soft_cap)
 
 

@@ -63,6 +63,7 @@ class Beginning:
         heads: Heads,
         window: int | None,
         scale: float | None,
+        soft_cap: float,
         softmax_in_fp32: bool,
     ) -> Tensor:
         """Store a block's keys and values, and return its attention output (1, n, t, d)."""
@@ -88,6 +89,7 @@ class Beginning:
             None,
             backend=backend,
             scale=scale,
+            soft_cap=soft_cap,
             softmax_in_fp32=softmax_in_fp32,
         )
 
@@ -113,6 +115,7 @@ class NextTokens:
         heads: Heads,
         window: int | None,
         scale: float | None,
+        soft_cap: float,
         softmax_in_fp32: bool,
     ) -> Tensor:
         """See `Beginning.attend`."""
@@ -129,7 +132,7 @@ class NextTokens:
             seen = slice(min(position + 1, slots))
             own = query[:, :, row : row + 1].contiguous()
             saved = keys[None, :, seen], values[None, :, seen]
-            context[:, :, row : row + 1] = cached_attention(own, *saved, scale=scale)
+            context[:, :, row : row + 1] = cached_attention(own, *saved, scale, soft_cap)
         return context
 
 

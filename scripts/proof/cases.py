@@ -195,6 +195,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
                     "--activation_type=squared_relu",
                 ),
                 *(
+                    "--embedding_scale=5",
+                    "--residual_scale=0.3",
+                    "--attention_scale=0.7",
+                    "--attention_soft_cap=0.5",
+                    "--logit_scale=1.7",
+                ),
+                *(
                     "--skip_bad_steps=1",
                     "--lr=1e-2",
                     "--full_precision_residual=1",

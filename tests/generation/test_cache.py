@@ -195,6 +195,11 @@ class RandomSource:
             use_rotary_embeddings=True,
             use_position_embeddings=True,
             rotary_percent=0.5,
+            embedding_scale=3.0,
+            residual_scale=0.5,
+            attention_scale=0.6,
+            attention_soft_cap=0.8,
+            logit_scale=0.4,
         ),
         dict(
             full_precision_residual=True,
@@ -208,7 +213,7 @@ class RandomSource:
             tie_word_embeddings=False,
         ),
     ],
-    ids=["capped logits, every norm", "fp32 residual stream, wide softmax"],
+    ids=["factors, caps, every norm", "fp32 residual stream, wide softmax"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(

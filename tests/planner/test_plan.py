@@ -402,7 +402,10 @@ def test_norms_keep_what_the_guide_says() -> None:
         assert held - plain == 8192 * expected, option
 
 
+FACTORS = dict(embedding_scale=5.0, residual_scale=0.3, attention_soft_cap=0.5, logit_scale=1.7)
 PEAK_CASES: list[dict[str, Any]] = [
+    dict(**FACTORS, vocab_size=100, **RMS),
+    dict(**FACTORS, hybrid_norm=True, training_dtype="bf16", window_size=100),
     dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
     dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),
     dict(full_precision_residual=True, training_dtype="bf16", vocab_size=100),

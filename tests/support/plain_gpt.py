@@ -58,7 +58,8 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.attend(self.attention_norm(x))
-        x = x + (self.attention_output_norm(branch) if self.config.hybrid_norm else branch)
+        branch = self.attention_output_norm(branch) if self.config.hybrid_norm else branch
+        x = x + branch * self.config.residual_scale
         up = self.mlp["up"](self.mlp_norm(x))
         act = ACTIVATIONS[self.config.activation_type]
         if self.config.gated:
@@ -67,7 +68,8 @@ class PlainBlock(nn.Module):
         else:
             up = act(up)
         branch = self.mlp["down"](up)
-        return x + (self.mlp_output_norm(branch) if self.config.hybrid_norm else branch)
+        branch = self.mlp_output_norm(branch) if self.config.hybrid_norm else branch
+        return x + branch * self.config.residual_scale
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -87,9 +89,11 @@ class PlainBlock(nn.Module):
             allowed = allowed & (
                 self.documents[:, None, :, None] == self.documents[:, None, None, :]
             )
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(d) / self.divisor).masked_fill(
-            ~allowed, -math.inf
-        )
+        scores = q @ k.transpose(-1, -2) / self.divisor
+        scores = scores * (self.config.attention_scale or 1 / math.sqrt(d))
+        if cap := self.config.attention_soft_cap:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~allowed, -math.inf)
         return self.attention["output"](
             (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
         )
@@ -116,7 +120,7 @@ class PlainGPT(nn.Module):
             self.head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding["word"](tokens)
+        x = self.embedding["word"](tokens) * self.config.embedding_scale
         if self.config.use_position_embeddings:
             positions = self.blocks[0].positions
             x = x + self.embedding["position"](
@@ -131,7 +135,8 @@ class PlainGPT(nn.Module):
             if self.config.tie_word_embeddings
             else self.head["output"].weight
         )
-        logits, cap = self.head["norm"](x) @ weight.T, self.config.logit_soft_cap
+        logits = self.head["norm"](x) @ weight.T * self.config.logit_scale
+        cap = self.config.logit_soft_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss(self, tokens: Tensor, masked: Tensor | None = None) -> Tensor:

@@ -58,6 +58,14 @@ CASES: dict[str, Options] = {
     "positions from 0": {"reset_positions": True, "vocab_size": 61},
     "z-loss": {**LLAMA, "logit_z_loss": 0.1, "vocab_size": 61},
     "soft cap": {"logit_soft_cap": 0.5, "logit_z_loss": 0.1, "init_method_std_embed": 0.3},
+    "factors": {
+        **LLAMA,
+        "embedding_scale": 5.0,
+        "residual_scale": 0.3,
+        "attention_scale": 0.7,
+        "attention_soft_cap": 0.5,
+        "logit_scale": 1.7,
+    },
     "blocks of the vocabulary": {
         "cross_entropy_block_size": 7,
         "vocab_size": 61,

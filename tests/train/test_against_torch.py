@@ -42,6 +42,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "window_size": 7,
         "random_bias_init": True,
     },
+    "factors": {
+        **LLAMA,
+        "embedding_scale": 5.0,
+        "residual_scale": 0.3,
+        "attention_scale": 0.7,
+        "attention_soft_cap": 0.5,
+        "logit_scale": 1.7,
+        "hybrid_norm": True,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
     "relu_squared": {
         "activation_type": "squared_relu",
         "layer_norm_init_range": 0.2,
@@ -119,7 +129,7 @@ def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:
     return options["min_lr"] + (1e-3 - options["min_lr"]) * 0.5 * (1 + np.cos(np.pi * progress))
 
 
-TWO_RANKS = ("llama", "every norm")
+TWO_RANKS = ("llama", "every norm", "factors")
 
 
 # Every architecture by default, in one layout or the other; in both with -m slow.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.kernels.attention.blocks import attention_in_blocks, dtype_of_products
+from megatron_lite.kernels.attention.blocks import attention_in_blocks, capped, dtype_of_products
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.attention.cpu import flash_attention
 from megatron_lite.kernels.attention.gpu import (
@@ -35,19 +35,20 @@ class Documents:
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, soft_cap: float = 0.0
 ) -> Tensor:
     """Attend from one new token to all keys so far, in any order, with the dtypes of "math";
     without gradients.
 
-    query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). `scale` None: 1 / sqrt(d).
+    query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). `scale`, `soft_cap`: see
+    `attention`.
     """
     (b, n, _, d), g = query.shape, key.shape[1]
     scale = 1 / math.sqrt(d) if scale is None else scale
     wide = torch.promote_types(query.dtype, torch.float32)
     narrow = dtype_of_products(query)
     scores = (query.to(wide) * scale).reshape(b, g, n // g, d) @ key.to(wide).transpose(2, 3)
-    context = scores.softmax(dim=-1).to(narrow) @ value.to(narrow)
+    context = capped(scores, soft_cap).softmax(dim=-1).to(narrow) @ value.to(narrow)
     return context.reshape(b, n, 1, d).to(query.dtype)
 
 
@@ -66,6 +67,7 @@ def attention(
     backend: str = "auto",
     documents: Documents | None = None,
     scale: float | None = None,
+    soft_cap: float = 0.0,
     softmax_in_fp32: bool = False,
 ) -> Tensor:
     """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
@@ -77,6 +79,7 @@ def attention(
         dropout_p: probability of dropping an attention weight, if there is a seed.
         backend: a name in `choice.py`. Dropout and single positions always use "math".
         scale: None: 1 / sqrt(d).
+        soft_cap: bound on the scores; 0: none. Only for "math" and "flex".
         softmax_in_fp32: also keep the scores in fp32 in the backward pass; only for "math".
 
     Raises:
@@ -95,6 +98,7 @@ def attention(
             deterministic,
             drops,
             length=s,
+            soft_cap=soft_cap,
         )
         backend = choose_attention("auto", query.device, work)
     backend = "math" if drops or s == 1 else backend
@@ -110,8 +114,10 @@ def attention(
             (dropout_p, dropout_seed or 0) if drops else (0.0, 0),
             1 / math.sqrt(d) if scale is None else scale,
             softmax_in_fp32,
+            soft_cap,
         )
     assert not softmax_in_fp32, f"{backend} attention has no option for its softmax"
+    assert not soft_cap or backend == "flex", f"{backend} attention cannot cap scores"
     if query.is_meta and query.device.type != "cpu":
         return planned_attention(query, key, value)
     starts = documents.starts if documents is not None else None
@@ -120,7 +126,7 @@ def attention(
         longest = max(documents.lengths) if documents is not None else s
         return varlen_attention(query, key, value, window, starts, longest, scale, version)
     if backend == "flex":
-        return flex_attention(query, key, value, window, starts, scale)
+        return flex_attention(query, key, value, window, starts, scale, soft_cap)
     assert window is None and documents is None, (
         f"{backend} attention takes neither windows nor documents"
     )

@@ -6,6 +6,9 @@ Rows are the queries of a block, columns the keys that any of them may attend to
     S = scale Q K^T,   P = softmax(S) over the keys that a row may attend to,   O = P V
     dV += P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = scale dS K,   dK += scale dS^T Q
 
+With a soft cap c the softmax is of c tanh(S / c), and dS is times the slope, 1 - tanh(S / c)^2
+(Gemma 2, 2024, section 2).
+
 Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit
 the caches and occupy every thread. Query heads that share a key head are rows of one product with
 it. Keys right of a block, left of its window or in another document are never read. Scores and
@@ -132,6 +135,12 @@ class _Options:
     dropout_seed: int
     scale: float
     softmax_in_fp32: bool
+    soft_cap: float
+
+
+def capped(x: Tensor, soft_cap: float) -> Tensor:
+    """Return c tanh(x / c) in the memory of x; without a cap (0), x itself."""
+    return x.div_(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
 
 
 def dtype_of_products(inputs: Tensor) -> torch.dtype:
@@ -193,15 +202,24 @@ class _Pass:
         else:
             torch.mul(result.view(target.shape), factor, out=target)
 
-    def probabilities(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return P (p, r rows, keys) in fp32 for rows q (p, r rows, d) and keys k (p, length, d),
-        without dropout."""
-        count, keys = block.end - block.start, block.end - block.low
-        scores = q.new_empty(q.shape[0], q.shape[1], keys)
+    def scores(self, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        """Return S (p, r rows, keys) in fp32, capped, for rows q (p, r rows, d) and keys k (p,
+        length, d)."""
+        scores = q.new_empty(q.shape[0], q.shape[1], block.end - block.low)
         scores.baddbmm_(
             q, k[:, block.low : block.end].transpose(1, 2), beta=0, alpha=self.options.scale
         )
-        square = scores.view(q.shape[0], -1, count, keys)
+        return capped(scores, self.options.soft_cap)
+
+    def slopes(self, scores: Tensor) -> Tensor | None:
+        """Return the cap's slopes at capped scores; None without a cap."""
+        cap = self.options.soft_cap
+        return (scores / cap).square_().neg_().add_(1.0) if cap else None
+
+    def probabilities(self, scores: Tensor, block: Block) -> Tensor:
+        """Return P (p, r rows, keys), without dropout, in the memory of the scores."""
+        count = block.end - block.start
+        square = scores.view(len(scores), -1, count, scores.shape[-1])
         square[..., block.start - block.low :].add_(self._later[:count, :count])
         # Row i attends to keys from i - seen on: the first row's window extends `seen` keys before
         # `low`.
@@ -265,7 +283,9 @@ class _BlockAttention(Function):
             k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
             q, o = part.queries(query), part.queries(output)
             for block in part.blocks:
-                p = part.probabilities(part.rows(q, block, part.wide), k, block).to(part.narrow)
+                scores = part.scores(part.rows(q, block, part.wide), k, block)
+                p = part.probabilities(scores, block).to(part.narrow)
+                del scores
                 if options.dropout_p > 0:
                     p.mul_(part.dropout_mask(p, block))
                 part.write(torch.bmm(p, v[:, block.low : block.end]), o, block)
@@ -289,10 +309,15 @@ class _BlockAttention(Function):
             for block in part.blocks:
                 keys = slice(block.low, block.end)
                 rows = part.rows(q, block, part.wide)
-                p = part.probabilities(rows, wide_k, block).to(part.ds_dtype)
+                scores = part.scores(rows, wide_k, block)
+                slopes = part.slopes(scores)
+                p = part.probabilities(scores, block).to(part.ds_dtype)
+                del scores
                 grad = part.rows(rows_of_do, block, part.narrow)
                 ds = part.scores_backward(p, grad, v[:, keys], dv[:, keys], block)
-                del p, grad
+                if slopes is not None:
+                    ds.mul_(slopes)
+                del p, grad, slopes
                 if part.ds_dtype != part.wide:
                     rows = part.rows(q, block, part.ds_dtype)
                 _add_product(dk[:, keys], ds, rows)
@@ -328,6 +353,7 @@ def attention_in_blocks(
     dropout: tuple[float, int],
     scale: float,
     softmax_in_fp32: bool,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
 
@@ -343,5 +369,5 @@ def attention_in_blocks(
         )
         begin += length
     assert begin == b * s, f"documents of {begin} tokens in {b} x {s}"
-    options = _Options(lengths, window, *dropout, scale, softmax_in_fp32)
+    options = _Options(lengths, window, *dropout, scale, softmax_in_fp32, soft_cap)
     return _BlockAttention.apply(query, key, value, options)

@@ -178,13 +178,17 @@ def flex_attention(
     window: int | None,
     starts: Tensor | None,
     scale: float | None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
-    """Compute `varlen_attention` with torch's compiled flex_attention."""
+    """Compute `varlen_attention` with torch's compiled flex_attention, which can cap scores."""
     b, n, s, _ = query.shape
     lowest = lowest_keys(starts, b, s, window, query.device)
 
     def allowed(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column <= row) & (column >= lowest[sample, row])
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
 
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -199,7 +203,13 @@ def flex_attention(
         seq_lengths=(s, s),
     )
     return _compiled_flex()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=n != key.shape[1]
+        query,
+        key,
+        value,
+        score_mod=capped if soft_cap else None,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=n != key.shape[1],
     )
 
 

@@ -52,6 +52,7 @@ class Case:
     window: int | None = None
     lengths: tuple[int, ...] | None = None
     scale: float | None = None
+    soft_cap: float = 0.0
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
         """Return query, key and value (b, n or g, s, d) as views of one projection, and a gradient
@@ -92,7 +93,7 @@ class Case:
         """Compute attention of query, key and value; `dropout`: probability and seed."""
         p, seed = dropout or (0.0, None)
         documents = self.documents(device)
-        more["scale"] = self.scale
+        more |= {"scale": self.scale, "soft_cap": self.soft_cap}
         return attention(
             *inputs, self.window, p, seed, backend=backend, documents=documents, **more
         )
@@ -103,6 +104,8 @@ class Case:
         repeats = self.n // self.g
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
+        if self.soft_cap:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         scores = scores.masked_fill(~self.allowed()[:, None], float("-inf"))
         return scores.softmax(-1).mul(1.0 if kept is None else kept) @ v
 
@@ -121,6 +124,8 @@ CASES = [
     Case(1, 4, 1, 200, 8, window=2, lengths=(1, 2, 3, 66, 128)),
     Case(2, 4, 2, 100, 8, scale=0.05),
     Case(1, 2, 1, 100, 8, 30, (60, 40), scale=0.7),
+    Case(2, 4, 2, 130, 8, 70, (100, 30, 130), scale=0.7, soft_cap=0.9),
+    Case(1, 2, 2, 100, 8, 99, soft_cap=50.0),
 ]
 
 
@@ -553,6 +558,7 @@ def test_dropout_drops_probabilities() -> None:
         ("math", BF16_CPU, dict(length=2048, windowed=True)),
         ("math", BF16_CPU, dict(length=2048, documents=True)),
         ("math", BF16_CPU, dict(length=2048, dropout=True)),
+        ("math", HOPPER, dict(soft_cap=50.0)),
         ("math", BF16_CPU, dict(length=2048, dtype=torch.float16)),
         ("flash", BF16_CPU, dict(length=16, dtype=FP32)),
         ("math", Machine(None), dict(dtype=FP32, dropout=True)),
@@ -599,6 +605,8 @@ def chosen(wanted: str, machine: Machine, **work: Any) -> str:
         ("varlen", HOPPER, dict(dropout=True), "--attention_dropout"),
         ("flex", Machine((9, 0), 91501, flex=False), {}, "Triton"),
         ("flex", HOPPER, dict(head_size=8), "not of 8"),
+        ("varlen", HOPPER, dict(soft_cap=50.0), "--attention_soft_cap"),
+        ("flash", Machine(None), dict(dtype=FP32, soft_cap=50.0), "--attention_soft_cap"),
     ],
 )
 def test_a_backend_that_cannot_do_it_is_refused(
@@ -619,7 +627,7 @@ def test_a_plan_looks_at_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("auto", attention_choice.PLANNED_GPU, windowed=True) == "varlen"
 
 
-FUSED_CASES = [case for case in CASES if case.s > 1]
+FUSED_CASES = [case for case in CASES if case.s > 1 and not case.soft_cap]
 
 
 @pytest.mark.parametrize("says_grouped", [True, False])
@@ -781,6 +789,7 @@ def test_flex_attention_takes_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in (
         Case(2, 4, 2, 300, 16, 150, scale=0.1),
         Case(2, 4, 2, 300, 16, None, (100, 200, 300)),
+        Case(2, 4, 2, 300, 16, 150, soft_cap=0.5),
     ):
         inputs = case.inputs(torch.float32)[:3]
         with torch.no_grad():
@@ -965,10 +974,11 @@ def test_token_by_token_equals_all_at_once(window: int | None) -> None:
     """Training's attention over 20 tokens equals attention token by token over the keys that each
     may look at."""
     query, key, value = (randn(2, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
-    whole = attention(query, key, value, window, 0.0, None, backend="math", scale=0.2)
+    how = {"scale": 0.2, "soft_cap": 0.5}
+    whole = attention(query, key, value, window, 0.0, None, backend="math", **how)
     for i in range(20):
         seen = slice(max(0, i + 1 - (window or 20)), i + 1)
-        one = cached_attention(query[:, :, i : i + 1], key[:, :, seen], value[:, :, seen], 0.2)
+        one = cached_attention(query[:, :, i : i + 1], key[:, :, seen], value[:, :, seen], **how)
         close(one, whole[:, :, i : i + 1], torch.float32)
 
 
