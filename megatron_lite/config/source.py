@@ -66,6 +66,9 @@ PRESETS: Mapping[str, str] = MappingProxyType(
         "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=1 "
         "rotary_base=999999.4420358813 window_size=4096 hidden_dropout=0.1 attention_dropout=0.1 "
         "init_method_std=0.018042",
+        "granite-3.3-2b": f"{_LLAMA} num_layers=40 hidden_size=2048 num_attention_heads=32 head_groups=8 "
+        "ffn_hidden_size=8192 vocab_size=49159 max_position_embeddings=131072 rotary_base=10000000 tie_word_embeddings=1 "
+        "embedding_scale=12 residual_scale=0.22 attention_scale=0.015625 logit_scale=0.125",
     }
 )
 

@@ -23,7 +23,12 @@ from megatron_lite.config.option import (
 from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 
 # Hugging Face architectures to import and export.
-MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")
+MODEL_TYPES = tuple(
+    """
+    llama mistral gpt2 gpt_bigcode starcoder2 qwen2 qwen3
+    granite
+    """.split()
+)
 
 # Options that have no effect unless another one has this value.
 file_option = idle_unless("dataset_source!=random")

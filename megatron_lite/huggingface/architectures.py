@@ -100,6 +100,12 @@ qwen3 Qwen3ForCausalLM qwen2
   must    use_mrope=-
   only    qk_layernorm=true
   biases  all=-
+
+granite GraniteForCausalLM llama
+  key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
+  key     logits_scaling=1.0
+  must    rope_interleaved=-
+  only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
 """
 # Keys of config.json that are a single option by another name.
 _OPTIONS = MappingProxyType(
@@ -122,11 +128,17 @@ _OPTIONS = MappingProxyType(
             embedding_dropout        embd_pdrop
             layer_norm_eps           rms_norm_eps norm_epsilon layer_norm_epsilon
             attention_softmax_in_fp32  reorder_and_upcast_attn
+            embedding_scale          embedding_multiplier
+            residual_scale           residual_multiplier
+            attention_scale          attention_multiplier query_pre_attn_scalar
+            logit_scale              logits_scaling
             """.strip().splitlines(),
         )
         for key in keys
     }
 )
+# Of these the option is a power.
+POWERS = MappingProxyType({"query_pre_attn_scalar": -0.5, "logits_scaling": -1.0})
 _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
 
 

@@ -19,6 +19,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
+    POWERS,
     biases_of,
     check_exportable,
     shown,
@@ -259,7 +260,10 @@ class _Reading:
 
     def named(self) -> Options:
         """Return the options that have a key, deriving those that are null."""
-        values = {option: self.get(key) for key, option in self.architecture.keys.items()}
+        values = {
+            option: _power(self.get(key), POWERS.get(key, 1.0))
+            for key, option in self.architecture.keys.items()
+        }
         if self.name == "gpt_bigcode":
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):
@@ -389,6 +393,12 @@ class _Reading:
         return float(value) if FLAGS[option].kind == "float" else value
 
 
+def _power(value: Any, power: float) -> Any:
+    """Return a positive number to a power; what is none stays as it is, for `checked` to report."""
+    is_number = isinstance(value, int | float) and 0 < value <= LARGEST_INTEGER
+    return value**power if is_number and power != 1.0 and not isinstance(value, bool) else value
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -420,6 +430,15 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
         "use_cache": True,
     }
     content |= {key: getattr(model, option) for key, option in architecture.keys.items()}
+    factor = architecture.key_of("attention_scale")
+    if factor in content and content[factor] is None:
+        content[factor] = model.kv_channels**-0.5
+    content |= {
+        # as typed, with what powers lose at the end
+        key: float(f"{content[key] ** (1 / power):.14g}")
+        for key, power in POWERS.items()
+        if key in content
+    }
     content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
     content[architecture.key_of("activation_type")] = (

@@ -94,6 +94,36 @@ def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
     assert sum(len(names) for names in owners) == len(set().union(*owners))
 
 
+@families
+def test_every_gradient_is_that_of_transformers(family: str) -> None:
+    """In fp32 to 1e-5 of the largest element of each parameter, those of key biases, which are zero
+    but for rounding, with the biases of queries and values."""
+    model, architecture = our_config(family).model, FAMILIES[family]["model_type"]
+    theirs, tokens = make_model(family), random_tokens(length=SEQUENCE_LENGTH + 1)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    logits = theirs(input_ids=inputs, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    shapes = shapes_of(model)
+    layers = filled_layers(model, to_ours(state_of(theirs, model), shapes, architecture, model))
+    parameters = gpt.parameters_of(layers)
+    for parameter, name in zip(parameters, shapes, strict=True):
+        parameter.requires_grad_()
+        parameter.main_grad = torch.zeros(shapes[name])
+    scale = torch.tensor(1 / labels.numel())
+    hidden = None
+    for layer in layers:
+        hidden = layer(hidden, MicroBatch(inputs, labels, scale))
+    assert hidden is not None
+    hidden.backward()
+    torch.testing.assert_close(hidden.item() * scale.item(), loss.item(), rtol=1e-6, atol=0)
+    gradients = {name: cast(Tensor, value.grad) for name, value in theirs.named_parameters()}
+    expected = to_ours(gradients, shapes, architecture, model)
+    for parameter, (name, gradient) in zip(parameters, expected.items(), strict=True):
+        difference = (parameter.main_grad - gradient).abs().max()
+        assert difference <= 1e-5 * gradient.abs().max(), name
+
+
 # Models without a fixture: what an export writes for parameters that they have or lack.
 EXPORTED: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "zero-centred norms": ("llama", dict(zero_centered_normalization=True), "llama", 0),

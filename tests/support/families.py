@@ -123,6 +123,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | dict(rope_parameters=_LINEAR),
 }
 
+FAMILIES |= {
+    "granite": _LLAMA
+    | dict(model_type="granite", num_key_value_heads=1, embedding_multiplier=3.0)
+    | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),
+    "granite, usual factors, biases, tied": _LLAMA
+    | dict(model_type="granite", num_key_value_heads=5, tie_word_embeddings=True)
+    | dict(attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE),
+}
+
 
 def make_config(name: str, **changes: Any) -> Any:
     """Return the transformers config of `FAMILIES[name]`; `changes` override its keys."""
