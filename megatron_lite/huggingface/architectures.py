@@ -101,6 +101,22 @@ qwen3 Qwen3ForCausalLM qwen2
   only    qk_layernorm=true
   biases  all=-
 
+nemotron NemotronForCausalLM llama
+  key     vocab_size=256000 hidden_size=6144 num_attention_heads=48 intermediate_size=24576
+  key     hidden_act=relu2 max_position_embeddings=4096 initializer_range=0.0134 rms_norm_eps=-
+  key     norm_eps=1e-5 partial_rotary_factor=0.5
+  must    rope_interleaved=-
+  only    normalization_type=layer_norm gated=false rotary_percent=-
+  only    zero_centered_normalization=true
+
+stablelm StableLmForCausalLM llama
+  key     vocab_size=50304 hidden_size=2560 num_key_value_heads=32 head_dim=-
+  key     intermediate_size=6912 max_position_embeddings=4096 rms_norm_eps=- layer_norm_eps=1e-5
+  key     partial_rotary_factor=0.25 attention_bias=- mlp_bias=- use_qkv_bias=false
+  must    rope_interleaved=- qk_layernorm=false hidden_dropout=0.0 use_parallel_residual=false
+  only    normalization_type=layer_norm rotary_percent=-
+  biases  use_qkv_bias=add_qkv_biases
+
 granite GraniteForCausalLM llama
   key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
   key     logits_scaling=1.0
@@ -126,7 +142,8 @@ _OPTIONS = MappingProxyType(
             attention_dropout        attn_pdrop
             hidden_dropout           residual_dropout resid_pdrop
             embedding_dropout        embd_pdrop
-            layer_norm_eps           rms_norm_eps norm_epsilon layer_norm_epsilon
+            layer_norm_eps           rms_norm_eps norm_epsilon layer_norm_epsilon norm_eps
+            rotary_percent           partial_rotary_factor rotary_pct
             attention_softmax_in_fp32  reorder_and_upcast_attn
             embedding_scale          embedding_multiplier
             residual_scale           residual_multiplier
@@ -290,7 +307,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     learned = architecture in ("gpt2", "gpt_bigcode")
     if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
         needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")
-    if learned and heads * channels != width:
+    if "kv_channels" not in ARCHITECTURES[architecture].keys.values() and heads * channels != width:
         needs.append(
             f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})"
         )

@@ -20,6 +20,7 @@ from megatron_lite.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
     POWERS,
+    Architecture,
     biases_of,
     check_exportable,
     shown,
@@ -49,7 +50,20 @@ ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() f
 _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
-def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Options, list[str]]:
+def _rope_keys(architecture: Architecture) -> dict[str, str]:
+    """Return the family's keys beside rope_parameters for two of its names; empty: has no such
+    key."""
+    has_other_base = "rotary_emb_base" in architecture.defaults
+    part = architecture.key_of("rotary_percent")
+    return {
+        "rope_theta": "rotary_emb_base" if has_other_base else "rope_theta",
+        "partial_rotary_factor": part if part in architecture.defaults else "",
+    }
+
+
+def read_rope(
+    content: JsonObject, max_position_embeddings: Any, architecture: Architecture
+) -> tuple[Options, list[str]]:
     """Return the rotary position options, and a list of problems.
 
     As in transformers 5, rope_scaling takes precedence over rope_parameters, and a base in either
@@ -58,22 +72,21 @@ def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Option
     """
     found: list[Options] = []
     problems: list[str] = []
+    keys = _rope_keys(architecture)
+    stated = {name: content.get(key) for name, key in keys.items()}
     for key in ("rope_scaling", "rope_parameters"):
         given = content.get(key)
         if given is not None and not isinstance(given, dict):
             problems.append(f"{key} is {shown(given)}; it must be an object or null")
         elif given:
-            values, wrong = _read_rope_object(
-                key, given, content.get("rope_theta"), max_position_embeddings
-            )
+            values, wrong = _read_rope_object(key, given, stated, max_position_embeddings)
             found.append(values)
             problems += wrong
     if not found:
-        found.append(
-            _read_rope_object(
-                "rope_scaling", {}, content.get("rope_theta"), max_position_embeddings
-            )[0]
-        )
+        found.append(_read_rope_object("rope_scaling", {}, stated, max_position_embeddings)[0])
+    for values in found:
+        if values["rotary_percent"] is None:
+            values["rotary_percent"] = architecture.defaults.get(keys["partial_rotary_factor"], 1.0)
     problems += [
         f"rope_scaling and rope_parameters contradict each other in {option}: "
         f"{shown(value)} and {shown(found[-1][option])}"
@@ -84,9 +97,9 @@ def read_rope(content: JsonObject, max_position_embeddings: Any) -> tuple[Option
 
 
 def _read_rope_object(
-    key: str, given: JsonObject, theta: Any, length: Any
+    key: str, given: JsonObject, stated: JsonObject, length: Any
 ) -> tuple[Options, list[str]]:
-    """Read one of the two objects; `theta` and `length` are rope_theta and
+    """Read one of the two objects; `stated`: base and rotated part beside it, `length`:
     max_position_embeddings."""
     # Null counts as absent, but transformers reads a null `truncate` as false and an absent one as
     # true.
@@ -97,12 +110,17 @@ def _read_rope_object(
     problems = []
     if given.pop("type", kind) != kind:
         problems.append(f"{key}: type and rope_type differ")
-    base = given.pop("rope_theta", theta if theta is not None else 10000.0)
-    if theta is not None and theta != base:
-        problems.append(f"rope_theta is {shown(theta)}, but {shown(base)} in {key}")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"{key}: partial_rotary_factor: this architecture rotates whole heads")
-    values: Options = {"rope_type": kind, "rotary_base": base, "rotary_percent": 1.0}
+    values: Options = {"rope_type": kind}
+    for name, option in {
+        "rope_theta": "rotary_base",
+        "partial_rotary_factor": "rotary_percent",
+    }.items():
+        beside = stated[name]
+        values[option] = given.pop(name, beside)
+        if beside is not None and beside != values[option]:
+            problems.append(f"{name} is {shown(beside)}, but {shown(values[option])} in {key}")
+    if values["rotary_base"] is None:
+        values["rotary_base"] = 10000.0
     values |= dict.fromkeys(ROPE_OPTIONS)
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
@@ -138,7 +156,7 @@ def _derive_yarn(given: JsonObject, length: Any) -> None:
         given["mscale"], given["mscale_all_dim"] = scales
 
 
-def write_rope(model: ModelConfig) -> JsonObject:
+def write_rope(model: ModelConfig, architecture: Architecture) -> JsonObject:
     """Return the keys for both versions of transformers.
 
     Versions before 4.43 know only linear, as {"type", "factor"}; later versions also read this
@@ -154,7 +172,10 @@ def write_rope(model: ModelConfig) -> JsonObject:
         None if kind == "default" else {"type" if kind == "linear" else "rope_type": kind, **values}
     )
     parameters = {"rope_type": kind, "rope_theta": base, **values}
-    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
+    keys = _rope_keys(architecture)
+    if keys["partial_rotary_factor"]:
+        parameters["partial_rotary_factor"] = model.rotary_percent
+    return {keys["rope_theta"]: base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 # Keys that must have one of these values if present, unless the architecture reads them.
@@ -306,7 +327,8 @@ class _Reading:
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
         self.used |= set(ROPE_KEYS)
-        values, problems = read_rope(self.content, self.get("max_position_embeddings"))
+        length = self.get("max_position_embeddings")
+        values, problems = read_rope(self.content, length, self.architecture)
         self.problems += problems
         return values
 
@@ -455,7 +477,7 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
         content["max_position_embeddings"] = max(
             model.max_position_embeddings, config.batch.sequence_length
         )
-        content |= write_rope(model)
+        content |= write_rope(model, architecture)
     return content
 
 

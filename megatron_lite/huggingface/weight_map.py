@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.huggingface.architectures import biases_of
+from megatron_lite.huggingface.architectures import ARCHITECTURES, biases_of
 from megatron_lite.model.gpt import build_gpt, shapes_of
 
 
@@ -88,11 +88,8 @@ def pieces(
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
     modules = _MODULES.get(architecture, _OTHERS)
-    plus = (
-        1.0
-        if owner.endswith("norm") and kind == "weight" and model.zero_centered_normalization
-        else 0.0
-    )
+    is_weight_of_norm = owner.endswith("norm") and kind == "weight"
+    plus = _ones(architecture) * (is_weight_of_norm and model.zero_centered_normalization)
     if not owner.startswith("blocks."):
         return [MappedRows(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
@@ -107,6 +104,11 @@ def pieces(
             MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus)
         )
     return found
+
+
+def _ones(architecture: str) -> float:
+    """Return the number in files for a norm's weight of 1."""
+    return 0.0 if ARCHITECTURES[architecture].only.get("zero_centered_normalization") else 1.0
 
 
 def by_tensor(found: Iterable[MappedRows]) -> dict[str, list[MappedRows]]:
@@ -164,7 +166,7 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
             tensors = {
                 piece.name: piece.their_shape for piece in pieces(name, shape, architecture, model)
             }
-            value = 1.0 if name.endswith("norm.weight") else 0.0
+            value = _ones(architecture) if name.endswith("norm.weight") else 0.0
             yield from (
                 Constant(theirs_name, theirs_shape, value)
                 for theirs_name, theirs_shape in tensors.items()

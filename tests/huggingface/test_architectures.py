@@ -48,7 +48,10 @@ def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
     content = dict(content)
     rope = dict(content.pop("rope_parameters", None) or {})
     if rope:
-        content["rope_theta"] = rope.pop("rope_theta")
+        old = "gpt_neox" == content["model_type"]
+        content["rotary_emb_base" if old else "rope_theta"] = rope.pop("rope_theta")
+        if (part := rope.pop("partial_rotary_factor", None)) is not None:
+            content["rotary_pct" if old else "partial_rotary_factor"] = part
         kind = rope.pop("rope_type")
         content["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     return {**VERSION_4, **content}
@@ -70,7 +73,10 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
         if key in defaults:
             assert (defaults[key], type(defaults[key])) == (value, type(value)), key
         else:  # read by the model, if a file has it
-            assert (key, value) == ("head_dim", None)
+            part = (config.rope_parameters or {}).get("partial_rotary_factor")
+            assert (
+                value == {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}[key]
+            )
     assert model_values({"model_type": name}) == model_values(content_of(config))
 
 
@@ -116,12 +122,12 @@ def test_a_read_config_describes_the_model(family: str) -> None:
     }
     rope = getattr(config, "rope_parameters", None)
     if rope:
-        expected |= {"rope_type": rope["rope_type"], "rotary_base": rope["rope_theta"]}
-        expected |= {
-            f"rope_{key}": value
-            for key, value in rope.items()
-            if key not in ("rope_type", "rope_theta")
+        names = {
+            "rope_type": "rope_type",
+            "rope_theta": "rotary_base",
+            "partial_rotary_factor": "rotary_percent",
         }
+        expected |= {names.get(key, f"rope_{key}"): value for key, value in rope.items()}
     assert {option: values[option] for option in expected} == expected
 
 
@@ -494,7 +500,7 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"use_position_embeddings": True}, ["--use_position_embeddings=0 (not 1)"]),
     (
         "llama",
-        {"normalization_type": "layer_norm"},
+        {"normalization_type": "layer_norm", "add_mlp_biases": True},
         ["--normalization_type=rms_norm (not layer_norm)", "--gated=0"],
     ),
     (
@@ -505,7 +511,7 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"use_rotary_embeddings": False}, ["--use_rotary_embeddings=1 (not 0)"]),
     (
         "llama",
-        {"hidden_size": 31, "add_linear_biases": True},
+        {"hidden_size": 31, "add_linear_biases": True, "logit_soft_cap": 5.0},
         [
             "a multiple of --num_attention_heads=5 as --hidden_size (not 31)",
             "--add_linear_biases=0 (not 1)",

@@ -39,9 +39,8 @@ _GPT2: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-_STARCODER2: dict[str, Any] = {
-    key: value for key, value in _LLAMA.items() if key not in ("model_type", "rms_norm_eps")
-} | dict(model_type="starcoder2", norm_epsilon=1e-4)
+_LAYER_NORMS = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}
+_STARCODER2 = _LAYER_NORMS | dict(model_type="starcoder2", norm_epsilon=1e-4)
 _LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
 ) | dict(original_max_position_embeddings=16)
@@ -124,6 +123,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES |= {
+    "nemotron, linear rope": _LAYER_NORMS
+    | dict(model_type="nemotron", num_key_value_heads=1, head_dim=16, hidden_act="relu2")
+    | dict(norm_eps=1e-4, rope_parameters=_LINEAR | dict(partial_rotary_factor=0.75)),
+    "nemotron, biases, tied": _LAYER_NORMS
+    | dict(model_type="nemotron", hidden_size=40, num_key_value_heads=5)
+    | dict(attention_bias=True, mlp_bias=True, hidden_act="gelu")
+    | dict(tie_word_embeddings=True),
+    "stablelm": _LAYER_NORMS
+    | dict(model_type="stablelm", hidden_size=40, num_key_value_heads=1, layer_norm_eps=1e-4),
+    "stablelm, biases, tied": _LAYER_NORMS
+    | dict(model_type="stablelm", num_key_value_heads=5, hidden_size=60, use_qkv_bias=True)
+    | dict(tie_word_embeddings=True, rope_parameters=dict(partial_rotary_factor=0.5)),
     "granite": _LLAMA
     | dict(model_type="granite", num_key_value_heads=1, embedding_multiplier=3.0)
     | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),
