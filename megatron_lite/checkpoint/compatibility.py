@@ -118,7 +118,8 @@ def differences(saved: Options, config: Config, *kinds: str | None) -> list[Diff
     derived = {name: saved[other] for name, other in _FOLLOWED.items() if other in saved}
     if saved.get("rotary_embedding_scale") is not None:
         derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
-    saved = {**flatten(Config()), **derived, **_with_tuples(saved)}
+    derived["norm_placement"] = "both" if saved.get("hybrid_norm") else "pre"
+    saved = {**flatten(Config()), **derived, **with_tuples(saved)}
     return [
         Difference(name, saved[name], value)
         for name, value in flatten(config).items()
@@ -126,7 +127,7 @@ def differences(saved: Options, config: Config, *kinds: str | None) -> list[Diff
     ]
 
 
-def _with_tuples(saved: Options) -> Options:
+def with_tuples(saved: Options) -> Options:
     """Convert saved lists to tuples, as in a configuration: JSON has no tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
@@ -276,7 +277,7 @@ def _with_schedule_of(saved: Options, config: Config) -> Config | None:
 
 def _saved_values(kind: type[Area], saved: Options) -> Options:
     """Return an area's saved values, with defaults for options that were not saved."""
-    return _with_tuples({name: saved.get(name, default) for name, default in vars(kind()).items()})
+    return with_tuples({name: saved.get(name, default) for name, default in vars(kind()).items()})
 
 
 def check_data(loaded: Manifest, config: Config, identity: JsonObject, where: str) -> list[str]:

@@ -52,6 +52,8 @@ FOLLOW: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rotary_base": ("rotary_embedding_scale",),
         "rotary_embedding_scale": ("rotary_base",),
         "rope_type": ROPE_OPTIONS,
+        "hybrid_norm": ("norm_placement",),
+        "norm_placement": ("hybrid_norm",),
     }
 )
 

@@ -48,7 +48,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "flash3", "flash4", "cudnn", "varlen", "flex", "math")
 
+LARGEST_BASE = 1e44  # of rotary wavelengths
 ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
+WINDOWED = (Rule("window_size", "no block has a window"),)
 
 
 def _read_by(*types: str) -> tuple[Rule]:
@@ -108,8 +110,23 @@ class ModelConfig(Area):
         "base of the rotary wavelengths (theta); alternative to --rotary_embedding_scale",
         "10000",
         above=1.0,
-        maximum=1e44,
+        maximum=LARGEST_BASE,
         idle_unless="use_rotary_embeddings",
+    )
+    rotary_pattern: tuple[str, ...] = option(
+        (),
+        "which blocks rotate queries and keys, repeated over the blocks: rotary,rotary,rotary,none",
+        choices=("rotary", "none"),
+        repeats=True,
+        unset="all",
+        needs=ROTATED,
+    )
+    window_rotary_base: float | None = optional(
+        "rotary base of blocks with a window, which are then not scaled by --rope_type",
+        "like other blocks",
+        above=1.0,
+        maximum=LARGEST_BASE,
+        needs=(*ROTATED, *WINDOWED),
     )
     rotary_percent: PositiveFraction = option(
         1.0, "fraction of each head's channels to rotate, counted from the first", needs=ROTATED
@@ -191,12 +208,24 @@ class ModelConfig(Area):
         False, "store norm weights minus 1", aliases="apply_layernorm_1p"
     )
     use_layer_norm_weight: bool = option(True, "give norms weights (and layer norms biases)")
+    use_layer_norm_bias: bool = norm_weight_option(True, "give layer norms biases")
     input_embedding_norm: bool = option(False, "normalize the output of the embedding")
-    hybrid_norm: bool = option(
-        False, "also normalize the outputs of attention and MLP before the residual addition"
+    norm_placement: str = optional(
+        "normalize the inputs of attention and MLP (pre), their outputs before the residual addition (post), or both",
+        "both with hybrid_norm, else pre",
+        choices=("pre", "post", "both"),
     )
-    qk_layernorm: bool = option(
-        False, "normalize each head's queries and keys", aliases="use_qk_norm"
+    hybrid_norm: bool = option(
+        False,
+        "also normalize the outputs of attention and MLP before the residual addition: --norm_placement=both",
+    )
+    qk_layernorm: bool = option(False, "normalize queries and keys", aliases="use_qk_norm")
+    qk_norm_scope: str = option(
+        "head",
+        "normalize the queries of each head, or of all heads together; likewise the keys",
+        choices=("head", "all"),
+        idle_unless="qk_layernorm",
+        needs=(Rule("normalization_type=rms_norm", "layer norms take one head at a time"),),
     )
     full_precision_residual: bool = low_precision_option(
         False, "keep the residual stream in fp32", aliases="fp32_residual_connection"
@@ -233,6 +262,14 @@ class ModelConfig(Area):
     )
     window_size: PositiveInt | None = optional(
         "sliding attention window, in tokens", "full causal attention"
+    )
+    attention_pattern: tuple[str, ...] = option(
+        (),
+        "which blocks have the window, repeated over the blocks: window,window,window,full",
+        choices=("window", "full"),
+        repeats=True,
+        unset="all",
+        needs=WINDOWED,
     )
     attention_dropout: ProperFraction = option(0.0, "dropout on attention probabilities")
     hidden_dropout: ProperFraction = option(0.0, "dropout on each residual branch")
@@ -271,11 +308,29 @@ class ModelConfig(Area):
         """Number of rotated channels per head, counted from the first."""
         return int(self.kv_channels * self.rotary_percent)
 
+    def window(self, block: int) -> int | None:
+        """Return a block's attention window; None: full causal attention."""
+        return None if _repeated(self.attention_pattern, block) == "full" else self.window_size
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Every block's `window`."""
+        return tuple(self.window(block) for block in range(self.num_layers))
+
+    def rotates(self, block: int) -> bool:
+        """Return whether a block rotates queries and keys."""
+        return self.use_rotary_embeddings and _repeated(self.rotary_pattern, block) != "none"
+
     def vocabulary_rows(self, ranks: int) -> int:
         """Return the rows of embedding and head per tensor-parallel rank: the vocabulary, padded
         with zeros."""
         unit = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // (unit * ranks)) * unit
+
+
+def _repeated(pattern: tuple[str, ...], block: int) -> str:
+    """Return a block's entry of a pattern that is repeated over the blocks; "" if it is empty."""
+    return pattern[block % len(pattern)] if pattern else ""
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:

@@ -72,6 +72,7 @@ class Flag:
     below: float | None = None  # exclusive upper bound
     why: str = ""  # reason for the bounds and what to write instead, unless obvious
     choices: tuple[str, ...] = ()
+    repeats: bool = False  # a list may have a choice several times: a pattern over the blocks
     also: str = "(?!)"  # regular expression of texts that are accepted besides the choices
     pattern: str = ""  # regular expression of each text without choices; `why` says it in words
     by_block: bool = False  # the choice may differ between blocks: see the end of `config/model.py`

@@ -432,7 +432,8 @@ def check_bounds(flag: Flag, value: Any) -> None:
     Raises:
         BadValueError: if one is outside.
     """
-    if isinstance(value, tuple) and flag.choices and len(set(value)) < len(value):
+    is_set = isinstance(value, tuple) and flag.choices and not flag.repeats
+    if is_set and len(set(value)) < len(value):
         raise BadValueError("one is given twice; leave one out")
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str) and flag.by_block and re.search("[,:]", item):

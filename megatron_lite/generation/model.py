@@ -83,7 +83,7 @@ class LocalModel:
         work = Work(
             self.dtype,
             config.kv_channels,
-            windowed=config.window_size is not None,
+            windowed=any(config.windows),
             heads_per_group=config.num_attention_heads // config.head_groups,
             soft_cap=config.attention_soft_cap,
         )

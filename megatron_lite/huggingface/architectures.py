@@ -41,11 +41,13 @@ ACTIVATIONS = MappingProxyType(
 #   only    our options that have only one value in the family; biases and windows follow from the keys
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
+#   name    our modules inside a block, with their names in files that differ from `weight_map`'s
 _FAMILIES = """
 shared -
-  only    hybrid_norm=false input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
+  only    norm_placement=pre input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
   only    embedding_scale=1.0 residual_scale=1.0 attention_scale=null attention_soft_cap=0.0
   only    logit_scale=1.0
+  only    qk_norm_scope=head use_layer_norm_bias=true
   only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
   only    use_position_embeddings=false normalization_type=rms_norm gated=true
   biases  attention_bias=add_linear_biases,add_qkv_biases mlp_bias=add_mlp_biases
@@ -87,6 +89,7 @@ starcoder2 Starcoder2ForCausalLM llama
   key     sliding_window=null attention_bias=- mlp_bias=- use_bias=true
   must    rope_interleaved=- norm_type=layer_norm mlp_type=default
   only    normalization_type=layer_norm gated=false
+  name    mlp.up=mlp.c_fc mlp.down=mlp.c_proj
 
 qwen2 Qwen2ForCausalLM llama
   key     vocab_size=151936 num_key_value_heads=32 intermediate_size=22016
@@ -122,6 +125,11 @@ granite GraniteForCausalLM llama
   key     logits_scaling=1.0
   must    rope_interleaved=-
   only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
+
+olmo2 Olmo2ForCausalLM llama
+  key     vocab_size=50304 rms_norm_eps=1e-5 mlp_bias=-
+  must    rope_interleaved=-
+  only    norm_placement=post qk_layernorm=true qk_norm_scope=all
 """
 # Keys of config.json that are a single option by another name.
 _OPTIONS = MappingProxyType(
@@ -177,6 +185,7 @@ class Architecture:
     only: JsonObject  # our options that have one value by the table
     biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
     always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
+    names: dict[str, str]  # our modules in a block -> theirs, beside those in `weight_map`
 
     @property
     def fixed(self) -> JsonObject:
@@ -223,7 +232,7 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
     biases = {key: tuple(options.split(",")) for key, options in line("biases").items()}
     always = biases.pop("all", ())
     stated = {key: options for key, options in biases.items() if key in keys}
-    return Architecture(name, class_name, keys, constants, only, stated, always)
+    return Architecture(name, class_name, keys, constants, only, stated, always, names=line("name"))
 
 
 # In order of preference for exports.

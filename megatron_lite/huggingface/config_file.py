@@ -407,7 +407,7 @@ class _Reading:
         if value is None and FLAGS[option].optional:
             return None
         try:
-            check_value(FLAGS[option], value)
+            check_value(FLAGS[option], list(value) if isinstance(value, tuple) else value)
         except BadValueError as error:
             key = self.architecture.key_of(option)
             self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")

@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from megatron_lite.checkpoint.compatibility import with_tuples
 from megatron_lite.checkpoint.names import (
     MANIFEST_NAME,
     find_checkpoints,
@@ -214,8 +215,8 @@ def hugging_face_values(folder: Path) -> tuple[Options, str]:
 
 
 def checkpoint_values(config: Options, where: str) -> Options:
-    """Return the model options in a manifest's flat configuration, whose values are already
-    checked.
+    """Return the model options in a manifest's flat configuration, whose values, of JSON, are
+    already checked.
 
     Raises:
         CheckpointError: if it has options that this version does not know.
@@ -226,7 +227,7 @@ def checkpoint_values(config: Options, where: str) -> Options:
             f"{where}: it was saved with options that this version of the program does not know: "
             f"{', '.join(name[:50] for name in unknown[:5])}; use the version that saved it"
         )
-    return {name: config[name] for name in MODEL_OPTIONS if name in config}
+    return with_tuples({name: config[name] for name in MODEL_OPTIONS if name in config})
 
 
 def saved_model_type(config: Options) -> str | None:

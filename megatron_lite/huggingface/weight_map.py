@@ -49,7 +49,7 @@ class Constant(NamedTuple):
 
 
 # Columns: our module, GPT-2's and GPTBigCode's, and the other architectures' ("-": none). The
-# second part of the table is inside a block.
+# second part of the table is inside a block, where the table of architectures has other names.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -61,19 +61,15 @@ _TABLE = """
     attention.query_norm       -                 self_attn.q_norm
     attention.key_norm         -                 self_attn.k_norm
     attention.output           attn.c_proj       self_attn.o_proj
+    attention_output_norm      -                 post_attention_layernorm
     mlp_norm                   ln_2              post_attention_layernorm
+    mlp_output_norm            -                 post_feedforward_layernorm
     mlp.up                     mlp.c_fc          mlp.up_proj
     mlp.down                   mlp.c_proj        mlp.down_proj
 """
 _ROWS = [line.split() for line in _TABLE.splitlines() if line]
 _GPT, _OTHERS = ({row[0]: row[column] for row in _ROWS if row[column] != "-"} for column in (1, 2))
-_MODULES = MappingProxyType(
-    {
-        "gpt2": _GPT,
-        "gpt_bigcode": _GPT,
-        "starcoder2": _OTHERS | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
-    }
-)
+_MODULES = MappingProxyType({"gpt2": _GPT, "gpt_bigcode": _GPT})
 # Suffixes of buffers that older versions of transformers saved with the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -87,7 +83,7 @@ def pieces(
         KeyError: if the architecture has no such parameter.
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
-    modules = _MODULES.get(architecture, _OTHERS)
+    modules = _MODULES.get(architecture) or _OTHERS | ARCHITECTURES[architecture].names
     is_weight_of_norm = owner.endswith("norm") and kind == "weight"
     plus = _ones(architecture) * (is_weight_of_norm and model.zero_centered_normalization)
     if not owner.startswith("blocks."):

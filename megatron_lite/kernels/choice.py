@@ -175,7 +175,9 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
     work = Work(
         DTYPES[config.distributed.training_dtype],
         model.kv_channels,
-        windowed=model.window_size is not None and model.window_size < config.batch.sequence_length,
+        windowed=any(
+            window is not None and window < config.batch.sequence_length for window in model.windows
+        ),
         documents=not config.data.cross_document_attention,
         deterministic=config.distributed.deterministic,
         dropout=model.attention_dropout > 0,

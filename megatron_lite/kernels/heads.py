@@ -4,7 +4,8 @@ positions.
     q, k, v = split(projection);   q = rotate(norm(q)),  k = rotate(norm(k))
 
 The norms of queries and keys (Henry et al. 2020; Dehghani et al. 2023; see `normalization.py`) act
-on each head's d channels, with one weight (d,) for all heads.
+on each head's d channels, with one weight (d,) for all heads; or on the n d channels of all heads
+together (OLMo 2), which tensor-parallel ranks share.
 
 Without norms nothing is saved, and the projection is rotated in place. With norms, the backward
 pass needs the projection, which contains v, and the statistics; attention saves the new q and k
@@ -14,10 +15,12 @@ gradients in place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.normalization import (
     LARGEST_ROW,
     Kind,
@@ -29,7 +32,34 @@ from megatron_lite.kernels.normalization import (
     triton_forward,
 )
 from megatron_lite.kernels.rotary import Table, join_gradients, rotate_in_place
+from megatron_lite.kernels.tensor_collectives import SUM
 from megatron_lite.parameter import Function, Parameter
+
+
+@dataclass(frozen=True)
+class HeadKind(Kind):
+    """Which norm of queries and keys to compute: of each head, or of all heads of a group's ranks.
+
+    Ranks that share keys have equal ones, which count as often in the sum as in its size.
+    """
+
+    group: Group | None = None  # None: of each head
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks compute one norm."""
+        return self.group is not None and self.group.world_size > 1
+
+    def mean(self, sums: Tensor, size: int) -> Tensor:
+        """See `Kind.mean`."""
+        if self.group is None:
+            return super().mean(sums, size)
+        self.group.all_reduce(sums, SUM).wait()
+        return super().mean(sums, size * self.group.world_size)
+
+    def rows(self, heads: Tensor) -> Tensor:
+        """Return a view of (b, s, heads, d) whose rows are normalized."""
+        return heads if self.group is None else heads.view(*heads.shape[:2], 1, -1)
 
 
 class _SplitHeads(Function):
@@ -41,7 +71,7 @@ class _SplitHeads(Function):
         head_groups: int,
         table: Table | None,
         triton: bool,
-        kind: Kind | None,
+        kind: HeadKind | None,
         *parameters: Parameter | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sizes = (num_heads, head_groups, head_groups)
@@ -56,10 +86,13 @@ class _SplitHeads(Function):
         if kind is not None:
             rotated = heads.new_empty(*heads.shape[:2], num_heads + head_groups, heads.shape[-1])
             ctx.weights = (Weights(*parameters[:2]), Weights(*parameters[2:]))
-            ctx.norms_in_triton = triton and heads.shape[-1] <= LARGEST_ROW
+            ctx.norms_in_triton = (
+                triton and not kind.is_split and kind.rows(query).shape[-1] <= LARGEST_ROW
+            )
             saved: list[Tensor | None] = []
             targets = rotated.split(sizes[:2], dim=2)
             for x, target, weights in zip((query, key), targets, ctx.weights, strict=True):
+                x, target = kind.rows(x), kind.rows(target)
                 if ctx.norms_in_triton:
                     saved += triton_forward(x, None, x, weights, kind, target)
                 else:
@@ -84,6 +117,7 @@ class _SplitHeads(Function):
             pairs = zip(heads.split(ctx.sizes, dim=2), grad.split(ctx.sizes, dim=2), strict=True)
             # without the value
             for i, (weights, (x, dy)) in enumerate(zip(ctx.weights, pairs, strict=False)):
+                x, dy = ctx.kind.rows(x), ctx.kind.rows(dy)
                 statistics = Statistics(*saved[2 * i : 2 * i + 2])
                 if ctx.norms_in_triton:
                     triton_backward(
@@ -104,7 +138,7 @@ def split_heads(
     table: Table | None,
     triton: bool = False,
     norms: tuple[Weights, Weights] | None = None,
-    kind: Kind | None = None,
+    kind: HeadKind | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split (b, s, (n + 2 g) d) into query (b, n, s, d), key (b, g, s, d), value (b, g, s, d).
 
@@ -114,8 +148,8 @@ def split_heads(
 
     Args:
         table: angles of queries and keys; None: no rotation.
-        norms: weight and bias (d,) of the norms of queries and of keys, of one `kind`; None: no
-        norms.
+        norms: weight and bias of the norms of queries and of keys, of one `kind`, (d,), or of
+        this rank's channels; None: no norms.
     """
     parameters = () if norms is None else (*norms[0], *norms[1])
     return _SplitHeads.apply(projection, num_heads, head_groups, table, triton, kind, *parameters)

@@ -39,6 +39,10 @@ class Kind:
     centered: bool  # layer norm; False: RMS norm
     zero_centered: bool = False  # w is stored as w - 1
 
+    def mean(self, sums: Tensor, size: int) -> Tensor:
+        """Return the means of rows from the sums of their `size` elements, in place."""
+        return sums.div_(size)
+
     def scale(self, weight: Tensor | None) -> Tensor | None:
         """Return w in fp32."""
         if weight is None:
@@ -76,13 +80,8 @@ def reference_forward(
             single, x.shape[-1:], w, None if b is None else b.float(), kind.eps
         )
         return y.to(dtype), Statistics(mean, r)
-    r = (
-        torch.linalg.vector_norm(single, dim=-1, keepdim=True)
-        .square_()
-        .div_(x.shape[-1])
-        .add_(kind.eps)
-        .rsqrt_()
-    )
+    squares = torch.linalg.vector_norm(single, dim=-1, keepdim=True).square_()
+    r = kind.mean(squares, x.shape[-1]).add_(kind.eps).rsqrt_()
     n = single * r if single is x else single.mul_(r)
     return (n if w is None else n.mul_(w)).to(dtype), Statistics(None, r)
 
@@ -141,7 +140,8 @@ def _reference_rms_backward(
     if not needs_dx:
         return None
     projection = products.sum(-1) if w is None else products @ w
-    projection = projection.unsqueeze(-1).mul_(r).mul_(r).div_(size)  # mean(g n) r, (..., 1)
+    # mean(g n) r, (..., 1)
+    projection = kind.mean(projection.unsqueeze(-1).mul_(r).mul_(r), size)
     g = products.copy_(dy) if w is None else torch.mul(dy, w, out=products)
     g.addcmul_(x, projection, value=-1)
     return g.mul_(r) if dsum is None else torch.addcmul(dsum.float(), g, r, out=g)
@@ -506,5 +506,5 @@ def add_norm(
     Without a branch the sum is `hidden`; use the returned sum from then on, so that the norm's
     backward pass adds its gradient.
     """
-    assert weight is None or kind.centered == (bias is not None)
+    assert bias is None or (kind.centered and weight is not None)
     return _AddNorm.apply(hidden, branch, weight, bias, kind, dtype or hidden.dtype, triton)

@@ -1,6 +1,7 @@
-"""A pre-norm transformer block: x += attention(norm(x)); x += mlp(norm(x)).
+"""A transformer block: x += attention(norm(x)); x += mlp(norm(x)).
 
-With `hybrid_norm` each branch is normalized again before dropout and the residual sum.
+With `norm_placement` post, each branch's output is normalized before dropout and the residual sum,
+x += norm(attention(x)); with both, input and output are.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from torch import Tensor
 from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.heads import split_heads
+from megatron_lite.kernels.heads import HeadKind, split_heads
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, split_seed
 from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
-from megatron_lite.model.rotary import Rotary
+from megatron_lite.model.rotary import Rotary, Tables
 from megatron_lite.model.tensor_parallel import TensorParallel
 
 
@@ -39,7 +40,7 @@ class Attention(torch.nn.Module):
         self.parallel, ranks = parallel, parallel.group.world_size
         self.num_heads = config.num_attention_heads // ranks
         self.head_groups = max(1, config.head_groups // ranks)
-        self.window = config.window_size
+        self.window = config.window(index)
         self.dropout = config.attention_dropout
         self.rotary = rotary
         self.name = name
@@ -63,12 +64,17 @@ class Attention(torch.nn.Module):
             config.add_qkv_biases,
             parallel.split(0, queries, keys, keys),
         )
-        self.query_norm: Norm | None = None
-        self.key_norm: Norm | None = None
+        self.norm_kind: HeadKind | None = None
+        self.query_norm = self.key_norm = None
         if config.qk_layernorm:
-            split = parallel.replicated(inside=True)
-            self.query_norm = Norm(f"{name}.query_norm", config, kernels, split, channels)
-            self.key_norm = Norm(f"{name}.key_norm", config, kernels, split, channels)
+            together = config.qk_norm_scope == "all"
+            one = (channels, parallel.replicated(inside=True))
+            size, split = (query_size, parallel.split(0, queries)) if together else one
+            self.query_norm = Norm(f"{name}.query_norm", config, kernels, split, size)
+            size, split = (group_size, parallel.split(0, keys)) if together else one
+            self.key_norm = Norm(f"{name}.key_norm", config, kernels, split, size)
+            kind = vars(self.query_norm.kind)
+            self.norm_kind = HeadKind(**kind, group=parallel.group if together else None)
         self.output = Linear(
             f"{name}.output",
             query_size,
@@ -111,21 +117,23 @@ class Attention(torch.nn.Module):
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
         """Return the rotary table; with per-micro-batch positions, all blocks share it."""
-        if self.rotary is None or micro_batch.positions is None:
-            return None if self.rotary is None else self.rotary.table(hidden)
+        if self.rotary is None:
+            return None
+        if micro_batch.positions is None:
+            return self.rotary.tables(hidden).of(self.window)
         if "angles" not in micro_batch.shared:
             micro_batch.shared["angles"] = self.rotary.at(micro_batch.positions)
-        return micro_batch.shared["angles"]
+        tables: Tables = micro_batch.shared["angles"]
+        return tables.of(self.window)
 
     def heads(self, projection: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split (b, s, (n + 2 g) d) into query (b, n, s, d), key and value (b, g, s, d), normalized
         and rotated as configured."""
-        norms = kind = None
+        norms = None
         if self.query_norm is not None and self.key_norm is not None:
-            norms, kind = (self.query_norm.weights, self.key_norm.weights), self.query_norm.kind
-        return split_heads(
-            projection, self.num_heads, self.head_groups, table, self.kernels.triton, norms, kind
-        )
+            norms = (self.query_norm.weights, self.key_norm.weights)
+        sizes = (self.num_heads, self.head_groups)
+        return split_heads(projection, *sizes, table, self.kernels.triton, norms, self.norm_kind)
 
 
 class MLP(torch.nn.Module):
@@ -190,19 +198,21 @@ class Block(Layer):
         self.hidden_dropout, self.residual_scale = config.hidden_dropout, config.residual_scale
         self.parallel = parallel
         split = parallel.replicated()
-        self.attention_norm = Norm(f"{self.name}.attention_norm", config, kernels, split)
+
+        def norm(name: str, place: str) -> Norm | None:
+            if config.norm_placement not in (place, "both"):
+                return None
+            return Norm(f"{self.name}.{name}", config, kernels, split)
+
+        self.attention_norm = norm("attention_norm", "pre")
         self.attention = Attention(
             f"{self.name}.attention", config, rotary, kernels, index, parallel
         )
-        self.attention_output_norm = self.mlp_output_norm = None
-        if config.hybrid_norm:
-            self.attention_output_norm = Norm(
-                f"{self.name}.attention_output_norm", config, kernels, split
-            )
-        self.mlp_norm = Norm(f"{self.name}.mlp_norm", config, kernels, split)
+        self.attention_output_norm = norm("attention_output_norm", "post")
+        self.mlp_norm = norm("mlp_norm", "pre")
         self.mlp = MLP(f"{self.name}.mlp", config, kernels, parallel)
-        if config.hybrid_norm:
-            self.mlp_output_norm = Norm(f"{self.name}.mlp_output_norm", config, kernels, split)
+        self.mlp_output_norm = norm("mlp_output_norm", "post")
+        self.variant = (self.attention.window, rotary is None)
         self.recompute(
             performance.mlp_levels(config.num_layers)[index], index < performance.recompute_layers
         )
@@ -218,14 +228,14 @@ class Block(Layer):
         # everything but the residual stream, whose dtype the embedding chooses
         dtype = self.mlp.up.weight.dtype
         collectives = self.parallel.collectives[micro_batch.cache is not None]
-        hidden, normalized = self.attention_norm.add(hidden, None, dtype)
+        hidden, normalized = _normalized(self.attention_norm, hidden, None, dtype)
         branch = self._branch(
             self.attention(normalized, micro_batch, collectives),
             self.attention_output_norm,
             micro_batch,
             "attention_branch",
         )
-        hidden, normalized = self.mlp_norm.add(hidden, branch, dtype)
+        hidden, normalized = _normalized(self.mlp_norm, hidden, branch, dtype)
         del branch
         branch = self.mlp(normalized, collectives, micro_batch.dropout_seed)
         return hidden + self._branch(branch, self.mlp_output_norm, micro_batch, "mlp_branch")
@@ -242,3 +252,14 @@ class Block(Layer):
             return branch
         seed = micro_batch.site_seed(f"{self.name}.{site}", self.hidden_dropout)
         return dropout(branch, self.hidden_dropout, self.parallel.collectives[False].seed(seed))
+
+
+def _normalized(
+    norm: Norm | None, hidden: Tensor, branch: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return hidden + branch, and the next branch's input in `dtype`: its norm, or without one the
+    sum itself."""
+    if norm is not None:
+        return norm.add(hidden, branch, dtype)
+    hidden = hidden if branch is None else hidden + branch
+    return hidden, hidden.to(dtype)

@@ -37,7 +37,14 @@ def build_gpt(
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels, parallel)
     blocks = [
-        Block(index, config, rotary, kernels, performance, parallel)
+        Block(
+            index,
+            config,
+            rotary if config.rotates(index) else None,
+            kernels,
+            performance,
+            parallel,
+        )
         for index in range(config.num_layers)
     ]
     return [embedding, *blocks, Head(config, embedding, kernels, parallel, logit_z_loss)]

@@ -52,6 +52,7 @@ class MicroBatch:
 class Layer(torch.nn.Module):
     """One layer of the model: hidden (b, s, h) -> hidden (b, s, h)."""
 
+    variant: tuple[Any, ...] = ()  # tells layers apart whose parameters are alike
     name: str  # unique in the model, and the prefix of its parameters' names: "embedding", "blocks.3", "head"
     # See `zero.stage.Layer`.
     borrows_from: tuple[torch.nn.Module, ...] = ()
@@ -141,7 +142,7 @@ class Norm(torch.nn.Module):
             self.weight = declare(
                 ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False, split=split)
             )
-        if config.use_layer_norm_weight and centered:
+        if config.use_layer_norm_weight and config.use_layer_norm_bias and centered:
             zeros = Initializer("constant", 0.0)
             self.bias = declare(
                 ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split)

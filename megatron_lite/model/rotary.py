@@ -16,6 +16,8 @@ scaled by `factor`:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +26,53 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
 
 
+class Tables(NamedTuple):
+    """Cos and sin of the same positions, in blocks without and with a window; often one table."""
+
+    full: Table
+    window: Table
+
+    def of(self, window: int | None) -> Table:
+        """Return the table of blocks with this window."""
+        return self.full if window is None else self.window
+
+
 class Rotary:
-    """A model's cos/sin table, computed once and shared by its blocks."""
+    """A model's cos/sin tables, computed once and shared by its blocks."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         self._config = config
         self._length = length
-        self._channels = config.rotated_channels
-        self._table: Table | None = None
+        self._tables: Tables | None = None
 
-    def table(self, like: Tensor) -> Table:
+    def tables(self, like: Tensor) -> Tables:
         """Return cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`."""
-        if self._table is None or self._table[0].device != like.device:
-            frequencies = rotary_frequencies(self._config, self._channels, like.device)
-            cos, sin = angle_table(frequencies, self._length)
-            factor = attention_factor(self._config)
-            self._table = (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
-        return self._table
+        if self._tables is None or self._tables.full[0].device != like.device:
+            full = window = self._table(self._config, like.device)
+            if (base := self._config.window_rotary_base) is not None:
+                unscaled = replace(self._config, rope_type="default", rotary_base=base)
+                window = self._table(unscaled, like.device)
+            self._tables = Tables(full, window)
+        return self._tables
 
-    def at(self, positions: Tensor) -> Table:
+    def _table(self, config: ModelConfig, device: torch.device) -> Table:
+        frequencies = rotary_frequencies(config, config.rotated_channels, device)
+        cos, sin = angle_table(frequencies, self._length)
+        factor = attention_factor(config)
+        return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
+
+    def at(self, positions: Tensor) -> Tables:
         """Return cos and sin of positions (b, s) below length: (b, s, r / 2)."""
-        cos, sin = self.table(positions)
-        return cos[positions], sin[positions]
+        tables = self.tables(positions)
+        full = window = _rows(tables.full, positions)
+        return Tables(
+            full, window if tables.window is tables.full else _rows(tables.window, positions)
+        )
+
+
+def _rows(table: Table, positions: Tensor) -> Table:
+    cos, sin = table
+    return cos[positions], sin[positions]
 
 
 def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) -> Tensor:

@@ -56,16 +56,20 @@ def _head_flops(model: ModelConfig, tokens: int) -> float:
 
 
 def _attention_flops(
-    model: ModelConfig, sequence_length: int, tokens: int, full: bool = False
+    model: ModelConfig,
+    sequence_length: int,
+    tokens: int,
+    full: bool = False,
+    blocks: int | None = None,
 ) -> float:
-    """Return the FLOPs of scores and context, one pass: under causal mask and window, or the full
-    square."""
-    # Under the causal mask a query sees s / 2 keys on average; with a window w, w * (1 - w / 2s).
-    window = min(model.window_size or sequence_length, sequence_length)
-    mean_keys = sequence_length if full else window * (1 - window / (2 * sequence_length))
-    return (
-        4.0 * tokens * model.num_layers * model.num_attention_heads * model.kv_channels * mean_keys
-    )
+    """Return the FLOPs of scores and context, one pass: under causal mask and windows, or the full
+    square. blocks: of the first ones; None: of all."""
+    seen = 0.0  # keys that a query sees on average, over the blocks
+    for window in model.windows[:blocks]:
+        # Under the causal mask s / 2 keys; with a window w, w * (1 - w / 2s).
+        window = min(window or sequence_length, sequence_length)
+        seen += sequence_length if full else window * (1 - window / (2 * sequence_length))
+    return 4.0 * tokens * model.num_attention_heads * model.kv_channels * seen
 
 
 def model_flops(
@@ -78,7 +82,7 @@ def model_flops(
       + 6 * T * h * v                                                         output head
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
-    with 2 * w * (1 - w / 2s) instead of s for a window of w tokens. Embedding look-ups, norms,
+    with 2 * w * (1 - w / 2s) instead of s in a block with a window of w tokens. Embedding look-ups, norms,
     activations, the optimizer and vocabulary padding are not counted; document borders and frozen
     parameters are not subtracted. `model` must be resolved. Equal to Fast-LLM's "tflop/s (model)".
 
@@ -103,9 +107,9 @@ def hardware_flops(
     flops = model_flops(model, sequence_length, tokens)
     repeated = performance.mlp_levels(model.num_layers).count("full")
     flops += 2.0 * tokens * repeated * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
-    flops += (
-        (_block_flops(model, tokens) + attention) * performance.recompute_layers / model.num_layers
-    )
+    recomputed = performance.recompute_layers
+    flops += _block_flops(model, tokens) * recomputed / model.num_layers
+    flops += _attention_flops(model, sequence_length, tokens, blocks=recomputed)
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)
     return flops + attention / 2

@@ -230,7 +230,7 @@ def _alike(layer: Any) -> tuple[Any, ...]:
     rounded = (
         eight_bit.name.rpartition(f"{layer.name}.")[2] for eight_bit in eight_bit_of([layer])
     )
-    return (type(layer), *parameters, *rounded)
+    return (type(layer), layer.variant, *parameters, *rounded)
 
 
 def planned_micro_batch(config: Config, evaluates: bool = False) -> MicroBatch:

@@ -120,6 +120,7 @@ def some_value(flag: Flag) -> str:
     own = {
         "rotary_embedding_scale": "-1",
         "rotary_base": "10",
+        "window_rotary_base": "10",
         "batch_size_schedule": "0:1",
         "lr_schedule": "constant,-1,1",
         "pretrained_checkpoint_path": "none",

@@ -19,6 +19,7 @@ from megatron_lite.monitor.banner import describe_ranks
 from megatron_lite.planner.plan import SimulatedGroup
 from megatron_lite.schedules.cycles import boundaries
 from megatron_lite.validation import resolve
+from scripts.docs import architectures
 from tests.support import documents
 from tests.support.documents import ROOT
 from tests.support.harness import tiny_config
@@ -38,8 +39,8 @@ def test_presets() -> None:
 
 
 def test_flags_of_architectures() -> None:
-    """A model with the flags of a row goes out as its architecture; with biases where they are said
-    to be free."""
+    """A model with the flags of a row can go out as its architecture; with biases and windows where
+    they are said to be free."""
     table = rows("`model_type`")
     assert {row[0] for row in table} == set(ARCHITECTURES)
     command = [
@@ -60,7 +61,9 @@ def test_flags_of_architectures() -> None:
     }
     for name, flags, biased, window in table:
         typed = flags.strip("`").split()
-        windows = [[], ["--window_size=32"]] if window == "any" else [[]]
+        windows = [[]] if window == "none" else [[], ["--window_size=32"]]
+        if window == "any blocks":
+            windows.append(["--window_size=32", "--attention_pattern=window,full"])
         for more in [[], *biases[biased]]:
             for windowed in windows:
                 given = [
@@ -68,13 +71,10 @@ def test_flags_of_architectures() -> None:
                     for flag in typed
                     if flag.split("=")[0] not in {word.split("=")[0] for word in more}
                 ]
-                given = [
-                    flag for flag in given if not (windowed and flag.startswith("--window_size"))
-                ]
-                model = resolve(
-                    parse([*command, *given, *more, *windowed]).config, world_size=1
-                ).model
-                assert check_exportable(model) == name, (name, more, windowed)
+                flags = [*command, *given, *more, *windowed]
+                model = resolve(parse(flags).config, world_size=1).model
+                assert check_exportable(model, name) == name, (name, more, windowed)
+    assert architectures.main(["--check"]) == 0
 
 
 def test_keys_of_config_json() -> None:

@@ -118,7 +118,7 @@ def test_a_read_config_describes_the_model(family: str) -> None:
         "tie_word_embeddings": config.tie_word_embeddings,
         "window_size": getattr(config, "sliding_window", None),
         "hidden_dropout": dropouts.get(hidden, 0.0),
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": kind in ("qwen3", "olmo2"),
     }
     rope = getattr(config, "rope_parameters", None)
     if rope:
@@ -467,7 +467,7 @@ def test_the_architecture_of_options(changes: dict[str, Any], architecture: str)
 
 
 NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("llama", {"hybrid_norm": True}, ["LlamaForCausalLM: --hybrid_norm=0 (not 1)\n"]),
+    ("llama", {"norm_placement": "both"}, ["LlamaForCausalLM: --norm_placement=pre (not both)\n"]),
     (
         "llama",
         {"input_embedding_norm": True},

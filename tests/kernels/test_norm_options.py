@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_lite.kernels.heads import split_heads
+from megatron_lite.distributed.rank_group import alone
+from megatron_lite.kernels.heads import HeadKind, split_heads
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import (
@@ -26,7 +27,7 @@ from tests.support.kernel_checks import (
 
 EPS = 1e-3  # large enough to reveal a wrong one
 kinds = pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
-WEIGHTED = ("none", "around one", "around zero")
+WEIGHTED = ("none", "no bias", "around one", "around zero")
 
 
 def parameters(
@@ -35,7 +36,7 @@ def parameters(
     """Return weight and bias with garbage in their gradient buffers; None for those that the norm
     does not have."""
     made: list[Parameter | None] = [None, None]
-    for i in range(0 if weighted == "none" else 2 if centered else 1):
+    for i in range(0 if weighted == "none" else 2 if centered and weighted != "no bias" else 1):
         made[i] = empty_gradient(randn(size, seed=5 + i).to(DEVICE, dtype))
     return made
 
@@ -138,13 +139,13 @@ def exact_heads(
     shape: tuple[int, ...],
     table: tuple[Tensor, Tensor] | None,
     exact: list[Tensor | None],
-    kind: Kind,
+    kind: HeadKind,
 ) -> list[Tensor]:
     b, s, n, g, d = shape
     parts = projection.view(b, s, n + 2 * g, d).split([n, g, g], dim=2)
     made = []
     for part, *pair in ((parts[0], *exact[:2]), (parts[1], *exact[2:])):
-        x = formula(part, *pair, kind)
+        x = formula(part if kind.group is None else part.flatten(2), *pair, kind).view_as(part)
         if table is not None:
             turn = torch.complex(table[0].double(), table[1].double())[:s, None]
             turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
@@ -154,25 +155,29 @@ def exact_heads(
 
 
 @pytest.mark.parametrize(
-    ("shape", "weighted", "centered", "rotated", "dtype", "triton"),
-    covering(HEADS, WEIGHTED, [True, False], [True, False], DTYPES, IMPLEMENTATIONS),
+    ("shape", "weighted", "centered", "together", "rotated", "dtype", "triton"),
+    covering(HEADS, WEIGHTED, [True, False], [True, False], [True, False], DTYPES, IMPLEMENTATIONS),
 )
 def test_norms_of_heads(
     shape: tuple[int, ...],
     weighted: str,
     centered: bool,
+    together: bool,
     rotated: bool,
     dtype: torch.dtype,
     triton: bool,
 ) -> None:
-    """Queries and keys are normalized by separate weights, then rotated; values do not change;
-    check every gradient."""
+    """Queries and keys are normalized by separate weights, by head or together, then rotated;
+    values do not change; check every gradient."""
     b, s, n, g, d = shape
-    ours = [*parameters(centered, weighted, d, dtype), *parameters(centered, weighted, d, dtype)]
+    sizes = (n * d, g * d) if together else (d, d)
+    ours = [one for size in sizes for one in parameters(centered, weighted, size, dtype)]
     for one in ours[2:]:
         if one is not None:
             one.data.neg_()
-    exact, kind = doubles(ours), Kind(EPS, centered, zero_centered=weighted == "around zero")
+    group = alone(torch.device(DEVICE)) if together else None
+    kind = HeadKind(EPS, centered, zero_centered=weighted == "around zero", group=group)
+    exact = doubles(ours)
     projection = randn(b, s, (n + 2 * g) * d).to(DEVICE, dtype)
     exact_projection = projection.double().requires_grad_()
     table = rotary_table(s + 3, d, 1e4, DEVICE) if rotated else None
@@ -207,7 +212,9 @@ def test_memory_kept_by_norms_of_heads(centered: bool, triton: bool) -> None:
     before = projection.detach().clone()
     with saved_tensors() as kept:
         table = rotary_table(s, d, 1e4, DEVICE)
-        query, key, value = split_heads(projection, n, g, table, triton, norms, Kind(EPS, centered))
+        query, key, value = split_heads(
+            projection, n, g, table, triton, norms, HeadKind(EPS, centered)
+        )
     assert torch.equal(projection, before)
     memory = projection.untyped_storage().data_ptr()
     assert value.untyped_storage().data_ptr() == memory != query.untyped_storage().data_ptr()
@@ -238,7 +245,7 @@ def test_frozen_norms_of_heads(centered: bool, triton: bool) -> None:
             if one is not None:
                 one.requires_grad_(query_needs)
         projection = randn(b, s, (n + 2 * g) * d).to(DEVICE).requires_grad_(projection_needs)
-        made = split_heads(projection, n, g, None, triton, norms, Kind(EPS, centered))
+        made = split_heads(projection, n, g, None, triton, norms, HeadKind(EPS, centered))
         wanted = [
             (part, grad) for part, grad in zip(made, grads, strict=True) if part.requires_grad
         ]

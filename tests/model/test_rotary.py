@@ -145,8 +145,8 @@ def test_cos_and_sin_are_those_of_a_llama(options: dict[str, Any]) -> None:
     model = resolved(**options, max_position_embeddings=800)
     rotary = Rotary(model, 800)
     for positions, table in (
-        (torch.arange(800)[None], rotary.table(torch.empty(0))),
-        (torch.tensor([[799, 3], [0, 77]]), rotary.at(torch.tensor([[799, 3], [0, 77]]))),
+        (torch.arange(800)[None], rotary.tables(torch.empty(0)).full),
+        (torch.tensor([[799, 3], [0, 77]]), rotary.at(torch.tensor([[799, 3], [0, 77]])).window),
     ):
         expected = LlamaRotaryEmbedding(theirs(model))(
             torch.empty(0, dtype=torch.float32), positions
@@ -160,10 +160,10 @@ def test_plain_tables_are_as_ever() -> None:
     """A factor of 1 multiplies nothing, and the table is made once."""
     model = resolved()
     rotary = Rotary(model, 9)
-    found = rotary.table(torch.empty(0))
+    found = rotary.tables(torch.empty(0)).full
     expected = angle_table(1.0 / wavelengths(64, 10000.0, CPU), 9)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert all(a is b for a, b in zip(found, rotary.table(torch.empty(0)), strict=True))
+    assert all(a is b for a, b in zip(found, rotary.tables(torch.empty(0)).window, strict=True))
     stretched = dataclasses.replace(model, rope_type="linear", rope_factor=2.0)
-    halved = Rotary(stretched, 9).table(torch.empty(0))
+    halved = Rotary(stretched, 9).tables(torch.empty(0)).full
     assert all(torch.equal(a[::2], b[:5]) for a, b in zip(halved, expected, strict=True))

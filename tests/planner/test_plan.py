@@ -221,12 +221,24 @@ def test_state_of_many_ranks(world_size: int, zero_stage: int, optimizer: str) -
 # Parts of the embedding and the first block; the second block is trained.
 ALL_BUT_DOWN = ("embedding", "blocks.0.attention*", "blocks.0.mlp_norm", "blocks.0.mlp.up")
 RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rotary_embeddings=True)
+POST: dict[str, Any] = dict(norm_placement="post", qk_layernorm=True, qk_norm_scope="all")
+PATTERNS: dict[str, Any] = dict(
+    attention_pattern=("window", "full"),
+    rotary_pattern=("rotary", "rotary", "none"),
+    window_rotary_base=100.0,
+    window_size=7,
+    use_rotary_embeddings=True,
+    reset_position_ids=True,
+)
 KEPT_NORMS: list[dict[str, Any]] = [
     *(
         dict(training_dtype=dtype, full_precision_residual=True, **EVERY_NORM)
         for dtype in ("fp32", "bf16")
     ),
     dict(qk_layernorm=True, **RMS),
+    dict(**POST, **RMS),
+    dict(**POST, **RMS, training_dtype="bf16", freeze=("embedding", "blocks.0.attention")),
+    dict(**PATTERNS, training_dtype="bf16", num_layers=3),
     dict(
         hybrid_norm=True,
         hidden_dropout=0.1,
@@ -392,18 +404,23 @@ def test_norms_keep_what_the_guide_says() -> None:
     g = 8
     d = 128
     plain = one_plan(mistral(), 1, "cuda").activations["none"].held
-    for option, expected in {
-        "qk_layernorm": 32 * (2 * d + 4) * (n + g),
-        "hybrid_norm": 32 * (4 * h + 8),
-        "input_embedding_norm": 2 * h + 4,
-        "full_precision_residual": 32 * 4 * h + 2 * h,
-    }.items():
-        held = one_plan(mistral(**{option: True}), 1, "cuda").activations["none"].held
-        assert held - plain == 8192 * expected, option
+    options: list[tuple[dict[str, Any], int]] = [
+        (dict(qk_layernorm=True), 32 * (2 * d + 4) * (n + g)),
+        (dict(qk_layernorm=True, qk_norm_scope="all"), 32 * (2 * d * (n + g) + 8)),
+        (dict(hybrid_norm=True), 32 * (4 * h + 8)),
+        (dict(norm_placement="post"), 0),
+        (dict(input_embedding_norm=True), 2 * h + 4),
+        (dict(full_precision_residual=True), 32 * 4 * h + 2 * h),
+    ]
+    for changes, expected in options:
+        held = one_plan(mistral(**changes), 1, "cuda").activations["none"].held
+        assert held - plain == 8192 * expected, changes
 
 
 FACTORS = dict(embedding_scale=5.0, residual_scale=0.3, attention_soft_cap=0.5, logit_scale=1.7)
 PEAK_CASES: list[dict[str, Any]] = [
+    dict(**POST, **RMS, hidden_dropout=0.1, training_dtype="bf16", vocab_size=100),
+    dict(**PATTERNS, num_layers=5, vocab_size=100),
     dict(**FACTORS, vocab_size=100, **RMS),
     dict(**FACTORS, hybrid_norm=True, training_dtype="bf16", window_size=100),
     dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),

@@ -41,7 +41,7 @@ from megatron_lite.kernels.cross_entropy import Sums, sweep  # noqa: E402
 from megatron_lite.kernels.eight_bit import LARGEST, round_values  # noqa: E402
 from megatron_lite.kernels.embedding import embedding  # noqa: E402
 from megatron_lite.kernels.gradient_norm import squared_norms  # noqa: E402
-from megatron_lite.kernels.heads import split_heads  # noqa: E402
+from megatron_lite.kernels.heads import HeadKind, split_heads  # noqa: E402
 from megatron_lite.kernels.mlp import FUNCTIONS, activate, activate_backward  # noqa: E402
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm  # noqa: E402
 from megatron_lite.kernels.rotary import angle_table, wavelengths  # noqa: E402
@@ -242,7 +242,7 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
                     shape.parameter(channels), shape.parameter(channels) if zero_centered else None
                 ),
             ) * 2
-            kind = Kind(1e-5, zero_centered, zero_centered)
+            kind = HeadKind(1e-5, zero_centered, zero_centered)
             parts = split_heads(projection * 1, heads, heads, table, True, norms, kind)
             yield (
                 f"norms of heads {channels} {turned} {zero_centered}",

@@ -28,6 +28,7 @@ _LLAMA: dict[str, Any] = dict(
     rms_norm_eps=1e-4,
     bos_token_id=1,
     eos_token_id=2,
+    pad_token_id=None,  # transformers gives the embedding of this token no gradient
 )
 _GPT2: dict[str, Any] = dict(
     model_type="gpt2", vocab_size=VOCAB_SIZE, n_embd=24, n_layer=3, n_head=3, n_positions=40
@@ -120,6 +121,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     )
     | dict(use_sliding_window=True, sliding_window=7, max_window_layers=0, tie_word_embeddings=True)
     | dict(rope_parameters=_LINEAR),
+    "olmo2, yarn": _LLAMA
+    | dict(model_type="olmo2", hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    | dict(rope_parameters=_YARN),
+    "olmo2, biases, tied": _LLAMA
+    | dict(
+        model_type="olmo2", num_key_value_heads=1, attention_bias=True, tie_word_embeddings=True
+    ),
 }
 
 FAMILIES |= {

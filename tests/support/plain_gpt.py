@@ -32,14 +32,21 @@ class PlainBlock(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config = config
+        kinds = [
+            pattern[index % len(pattern)] if pattern else ""
+            for pattern in (config.attention_pattern, config.rotary_pattern)
+        ]
+        self.window = config.window_size if kinds[0] != "full" else None
+        self.rotates = config.use_rotary_embeddings and kinds[1] != "none"
         self.divisor = index + 1 if config.scale_attn_by_inverse_layer_idx else 1
         h = config.hidden_size
         d = config.kv_channels
         f = config.ffn_hidden_size
         bias = config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
-        self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
-        if config.hybrid_norm:
+        if config.norm_placement != "post":
+            self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
+        if config.norm_placement != "pre":
             self.attention_output_norm, self.mlp_output_norm = PlainNorm(config), PlainNorm(config)
         self.attention = nn.ModuleDict(
             {
@@ -48,19 +55,21 @@ class PlainBlock(nn.Module):
             }
         )
         if config.qk_layernorm:
+            self.together = config.qk_norm_scope == "all"
             self.attention["query_norm"], self.attention["key_norm"] = (
-                PlainNorm(config, d),
-                PlainNorm(config, d),
+                PlainNorm(config, n * d if self.together else d),
+                PlainNorm(config, g * d if self.together else d),
             )
         self.mlp = nn.ModuleDict(
             {"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)}
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        branch = self.attend(self.attention_norm(x))
-        branch = self.attention_output_norm(branch) if self.config.hybrid_norm else branch
+        before, after = (self.config.norm_placement in (place, "both") for place in ("pre", "post"))
+        branch = self.attend(self.attention_norm(x) if before else x)
+        branch = self.attention_output_norm(branch) if after else branch
         x = x + branch * self.config.residual_scale
-        up = self.mlp["up"](self.mlp_norm(x))
+        up = self.mlp["up"](self.mlp_norm(x) if before else x)
         act = ACTIVATIONS[self.config.activation_type]
         if self.config.gated:
             gate, up = up.chunk(2, dim=-1)
@@ -68,7 +77,7 @@ class PlainBlock(nn.Module):
         else:
             up = act(up)
         branch = self.mlp["down"](up)
-        branch = self.mlp_output_norm(branch) if self.config.hybrid_norm else branch
+        branch = self.mlp_output_norm(branch) if after else branch
         return x + branch * self.config.residual_scale
 
     def attend(self, x: Tensor) -> Tensor:
@@ -77,14 +86,16 @@ class PlainBlock(nn.Module):
         g = self.config.head_groups
         d = self.config.kv_channels
         q, k, v = self.attention["query_key_value"](x).split([n * d, g * d, g * d], dim=-1)
-        q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))
-        if self.config.qk_layernorm:
+        if self.config.qk_layernorm and self.together:
             q, k = self.attention["query_norm"](q), self.attention["key_norm"](k)
-        if self.config.use_rotary_embeddings:
-            q, k = rotate(q, self.config, self.positions), rotate(k, self.config, self.positions)
+        q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in (q, k, v))
+        if self.config.qk_layernorm and not self.together:
+            q, k = self.attention["query_norm"](q), self.attention["key_norm"](k)
+        if self.rotates:
+            q, k = (rotate(t, self.config, self.positions, self.window is not None) for t in (q, k))
         k, v = k.repeat_interleave(n // g, dim=1), v.repeat_interleave(n // g, dim=1)
         distance = torch.arange(s)[:, None] - torch.arange(s)
-        allowed = (distance >= 0) & (distance < (self.config.window_size or s))
+        allowed = (distance >= 0) & (distance < (self.window or s))
         if self.documents is not None:
             allowed = allowed & (
                 self.documents[:, None, :, None] == self.documents[:, None, None, :]
@@ -158,7 +169,7 @@ class PlainNorm(nn.Module):
         self.bias = None
         if config.use_layer_norm_weight:
             self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
-            if config.normalization_type == "layer_norm":
+            if config.normalization_type == "layer_norm" and config.use_layer_norm_bias:
                 self.bias = nn.Parameter(torch.empty(size or config.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +183,9 @@ class PlainNorm(nn.Module):
         return functional.rms_norm(x, x.shape[-1:], weight, self.config.layer_norm_eps)
 
 
-def rotate(x: Tensor, config: ModelConfig, positions: Tensor | None = None) -> Tensor:
+def rotate(
+    x: Tensor, config: ModelConfig, positions: Tensor | None = None, windowed: bool = False
+) -> Tensor:
     """Rotary positions through complex numbers: of the first r channels, j and j + r / 2 are one
     complex number.
 
@@ -180,11 +193,10 @@ def rotate(x: Tensor, config: ModelConfig, positions: Tensor | None = None) -> T
     """
     r, s = int(x.shape[-1] * config.rotary_percent), x.shape[-2]
     where = torch.arange(s) if positions is None else positions[:, None]  # (s,) or (b, 1, s)
-    angles = (
-        where[..., None]
-        * config.rotary_base ** (-torch.arange(0, r, 2) / r)
-        / (config.rope_factor or 1)
-    )
+    base, factor = config.rotary_base, config.rope_factor or 1
+    if windowed and config.window_rotary_base is not None:
+        base, factor = config.window_rotary_base, 1
+    angles = where[..., None] * base ** (-torch.arange(0, r, 2) / r) / factor
     turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * torch.polar(
         torch.ones_like(angles), angles
     )

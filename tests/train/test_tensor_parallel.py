@@ -21,7 +21,10 @@ LAYOUTS: list[Layout] = [
 ]
 # Without -m slow, each case has one layout: four ranks where they are more than the key heads, else
 # mostly two.
-FOUR_RANKS = ("llama, grouped", "llama, multi-query", "qwen3, one group", "gpt2", "depth-first")
+FOUR_RANKS = (
+    *("llama, grouped", "llama, multi-query", "qwen3, one group", "gpt2", "depth-first"),
+    "norms of all heads, one group",
+)
 SLOW = (
     "gpt2, untied | llama, all heads | documents | documents, rotary positions from 0, windows | positions from 0 | "
     "padded whole vocabulary | whole embeddings, blocks | norms without weights | frozen tied embedding | "
