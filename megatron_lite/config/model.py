@@ -50,6 +50,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "flash3", "flash4", "cudnn", "varlen", "f
 
 LARGEST_BASE = 1e44  # of rotary wavelengths
 ROTATED = (Rule("use_rotary_embeddings", "there are no rotary positions"),)
+ONE_SUM = "the outputs of both branches are one sum"
 WINDOWED = (Rule("window_size", "no block has a window"),)
 
 
@@ -218,6 +219,12 @@ class ModelConfig(Area):
     hybrid_norm: bool = option(
         False,
         "also normalize the outputs of attention and MLP before the residual addition: --norm_placement=both",
+    )
+    parallel_branches: str = option(
+        "none",
+        "compute attention and MLP from the same hidden states and add both: with one norm, or a norm for each",
+        choices=("none", "one_norm", "two_norms"),
+        needs=(Rule("norm_placement=pre", ONE_SUM), Rule("hidden_dropout=0", ONE_SUM)),
     )
     qk_layernorm: bool = option(False, "normalize queries and keys", aliases="use_qk_norm")
     qk_norm_scope: str = option(

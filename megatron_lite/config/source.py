@@ -36,6 +36,11 @@ _LLAMA_3 = (
     f"{_LLAMA} vocab_size=128256 max_position_embeddings=131072 rotary_base=500000 rope_type=llama3 rope_factor=8 "
     "rope_low_freq_factor=1 rope_high_freq_factor=4 rope_original_max_position_embeddings=8192"
 )
+_PYTHIA = (
+    "vocab_size=50304 max_position_embeddings=2048 use_rotary_embeddings=1 rotary_percent=0.25 rotary_base=10000 "
+    "normalization_type=layer_norm layer_norm_eps=1e-5 add_linear_biases=1 gated=0 activation_type=gelu_exact "
+    "parallel_branches=two_norms tie_word_embeddings=0 init_method_std=0.02"
+)
 _MISTRAL = (
     f"{_LLAMA} num_layers=32 hidden_size=4096 num_attention_heads=32 head_groups=8 ffn_hidden_size=14336 "
     "max_position_embeddings=32768"
@@ -66,6 +71,8 @@ PRESETS: Mapping[str, str] = MappingProxyType(
         "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=1 "
         "rotary_base=999999.4420358813 window_size=4096 hidden_dropout=0.1 attention_dropout=0.1 "
         "init_method_std=0.018042",
+        "pythia-160m": f"{_PYTHIA} num_layers=12 hidden_size=768 num_attention_heads=12 ffn_hidden_size=3072",
+        "pythia-1.4b": f"{_PYTHIA} num_layers=24 hidden_size=2048 num_attention_heads=16 ffn_hidden_size=8192",
         "granite-3.3-2b": f"{_LLAMA} num_layers=40 hidden_size=2048 num_attention_heads=32 head_groups=8 "
         "ffn_hidden_size=8192 vocab_size=49159 max_position_embeddings=131072 rotary_base=10000000 tie_word_embeddings=1 "
         "embedding_scale=12 residual_scale=0.22 attention_scale=0.015625 logit_scale=0.125",

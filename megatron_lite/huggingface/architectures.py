@@ -39,14 +39,15 @@ ACTIVATIONS = MappingProxyType(
 #           than renaming
 #   must    keys of config.json, with the only value that we can express
 #   only    our options that have only one value in the family; biases and windows follow from the keys
+#   true    keys of config.json that are true or false, with an option and its value if true
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
-#   name    our modules inside a block, with their names in files that differ from `weight_map`'s
+#   name    our modules, with their names in files that differ from `weight_map`'s
 _FAMILIES = """
 shared -
   only    norm_placement=pre input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
   only    embedding_scale=1.0 residual_scale=1.0 attention_scale=null attention_soft_cap=0.0
-  only    logit_scale=1.0
+  only    logit_scale=1.0 parallel_branches=none
   only    qk_norm_scope=head use_layer_norm_bias=true
   only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
   only    use_position_embeddings=false normalization_type=rms_norm gated=true
@@ -116,9 +117,32 @@ stablelm StableLmForCausalLM llama
   key     vocab_size=50304 hidden_size=2560 num_key_value_heads=32 head_dim=-
   key     intermediate_size=6912 max_position_embeddings=4096 rms_norm_eps=- layer_norm_eps=1e-5
   key     partial_rotary_factor=0.25 attention_bias=- mlp_bias=- use_qkv_bias=false
-  must    rope_interleaved=- qk_layernorm=false hidden_dropout=0.0 use_parallel_residual=false
-  only    normalization_type=layer_norm rotary_percent=-
+  key     use_parallel_residual=false
+  must    rope_interleaved=- qk_layernorm=false hidden_dropout=0.0
+  only    normalization_type=layer_norm rotary_percent=- parallel_branches=-
+  true    use_parallel_residual=parallel_branches:one_norm
   biases  use_qkv_bias=add_qkv_biases
+
+gpt_neox GPTNeoXForCausalLM llama
+  key     vocab_size=50432 hidden_size=6144 num_hidden_layers=44 num_attention_heads=64
+  key     num_key_value_heads=- head_dim=- intermediate_size=24576 hidden_act=gelu
+  key     rms_norm_eps=- layer_norm_eps=1e-5 rotary_pct=0.25 rotary_emb_base=10000.0
+  key     attention_bias=true mlp_bias=- use_parallel_residual=true
+  must    rope_interleaved=- hidden_dropout=0.0
+  only    normalization_type=layer_norm gated=false rotary_percent=- parallel_branches=-
+  true    use_parallel_residual=parallel_branches:two_norms
+  biases  all=add_mlp_biases
+  name    embedding.word=gpt_neox.embed_in head.norm=gpt_neox.final_layer_norm
+  name    attention.query_key_value=attention.query_key_value attention.output=attention.dense
+  name    mlp.up=mlp.dense_h_to_4h mlp.down=mlp.dense_4h_to_h
+
+phi3 Phi3ForCausalLM llama
+  key     vocab_size=32064 hidden_size=3072 intermediate_size=8192 max_position_embeddings=4096
+  key     rms_norm_eps=1e-5 resid_pdrop=0.0 embd_pdrop=0.0 sliding_window=null attention_bias=-
+  key     mlp_bias=- partial_rotary_factor=1.0 original_max_position_embeddings=4096
+  must    rope_interleaved=-
+  only    rotary_percent=- rope_type=default
+  name    attention.query_key_value=self_attn.qkv_proj mlp.up=mlp.gate_up_proj
 
 granite GraniteForCausalLM llama
   key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
@@ -182,6 +206,7 @@ class Architecture:
     # Keys of config.json -> values if missing; includes keys that are no single option.
     defaults: JsonObject
     constants: JsonObject  # key -> the only value that we can express
+    switches: Mapping[str, tuple[str, str]]  # key -> an option and its value if true
     only: JsonObject  # our options that have one value by the table
     biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
     always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
@@ -232,7 +257,10 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
     biases = {key: tuple(options.split(",")) for key, options in line("biases").items()}
     always = biases.pop("all", ())
     stated = {key: options for key, options in biases.items() if key in keys}
-    return Architecture(name, class_name, keys, constants, only, stated, always, names=line("name"))
+    parted = {key: text.partition(":") for key, text in line("true").items()}
+    switches = {key: (option, value) for key, (option, _, value) in parted.items()}
+    names = line("name")
+    return Architecture(name, class_name, keys, constants, switches, only, stated, always, names)
 
 
 # In order of preference for exports.
@@ -313,13 +341,18 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     groups = model.head_groups
     channels = model.kv_channels
     width = model.hidden_size
-    learned = architecture in ("gpt2", "gpt_bigcode")
-    if learned and groups not in ((heads,) if architecture == "gpt2" else (1, heads)):
-        needs.append(f"--head_groups={heads if architecture == 'gpt2' else 1} (not {groups})")
-    if "kv_channels" not in ARCHITECTURES[architecture].keys.values() and heads * channels != width:
+    table = ARCHITECTURES[architecture]
+    stated = table.keys.values()
+    fewest = 1 if "multi_query" in table.defaults else heads
+    if "head_groups" not in stated and groups not in (fewest, heads):
+        needs.append(f"--head_groups={fewest} (not {groups})")
+    if "kv_channels" not in stated and heads * channels != width:
         needs.append(
             f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})"
         )
+    for option, value in table.switches.values():
+        if (actual := getattr(model, option)) not in (value, FLAGS[option].default):
+            needs.append(f"--{option}={value} (not {actual})")
     if architecture == "llama" and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs

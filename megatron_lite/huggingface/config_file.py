@@ -208,7 +208,7 @@ _MEANINGLESS = frozenset(
     n_ctx output_past summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner
     max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache validate_runner_input
-    is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    classifier_dropout is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
@@ -238,9 +238,13 @@ def model_values(content: JsonObject) -> Options:
     reading = _Reading(name, content)
     dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key sets them
     values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
-    values |= (
-        reading.named() | reading.positions() | reading.biases() | {"window_size": reading.window()}
-    )
+    values |= reading.named() | reading.positions() | reading.biases() | reading.switches()
+    values["window_size"] = reading.window()
+    reading.problems += [
+        f"{reading.architecture.key_of(option)} is {shown(values[option])}; only {shown(value)} can be expressed"
+        for option, value in ARCHITECTURES[name].fixed.items()
+        if values[option] != value
+    ]
     reading.refuse_other_keys()
     values = {option: reading.checked(option, value) for option, value in values.items()}
     if reading.problems:
@@ -326,7 +330,10 @@ class _Reading:
         """Return the rotary position options."""
         if not self.architecture.fixed["use_rotary_embeddings"]:
             return {}
-        self.used |= set(ROPE_KEYS)
+        self.used |= {*ROPE_KEYS, "rotary_emb_base", _ORIGINAL} & {
+            *ROPE_KEYS,
+            *self.architecture.defaults,
+        }
         length = self.get("max_position_embeddings")
         values, problems = read_rope(self.content, length, self.architecture)
         self.problems += problems
@@ -338,6 +345,13 @@ class _Reading:
         for key, options in self.architecture.biases.items():
             found |= dict.fromkeys(options, self.flag(key))
         return found
+
+    def switches(self) -> Options:
+        """Return the options that a key which is true or false decides."""
+        return {
+            option: value if self.flag(key) else FLAGS[option].default
+            for key, (option, value) in self.architecture.switches.items()
+        }
 
     def window(self) -> int | None:
         """Return the window of all layers; reject windows in only some."""
@@ -470,6 +484,8 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     content |= {key: biases[options[0]] for key, options in architecture.biases.items()} | _window(
         name, model
     )
+    for key, (option, value) in architecture.switches.items():
+        content[key] = getattr(model, option) == value
     if name == "gpt_bigcode":
         content["multi_query"] = model.head_groups == 1
     if architecture.fixed["use_rotary_embeddings"]:

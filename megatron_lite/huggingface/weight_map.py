@@ -1,11 +1,12 @@
 """Map each row of our parameters to the tensors of a Hugging Face model: one table for both
 directions.
 
-Ours            GPT-2, GPTBigCode              the others
-q, k, v rows    one tensor (GPTBigCode with    three tensors
-                as many key as query heads:
-                q, k, v of a head together)
-gate, up rows                                  two tensors
+Ours            GPT-2, GPTBigCode, GPT-NeoX    the others
+q, k, v rows    one tensor (GPT-NeoX, and      three tensors (Phi-3: one)
+                GPTBigCode with as many key
+                as query heads: q, k, v of a
+                head together)
+gate, up rows                                  two tensors (Phi-3: one)
 a tied head     none of its own                none of its own
 
 GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
@@ -48,8 +49,9 @@ class Constant(NamedTuple):
     value: float
 
 
-# Columns: our module, GPT-2's and GPTBigCode's, and the other architectures' ("-": none). The
-# second part of the table is inside a block, where the table of architectures has other names.
+# Columns: our module, GPT-2's and GPTBigCode's, and the other architectures' ("-": none, or several
+# tensors). The second part of the table is inside a block. The table of architectures has other
+# names.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -71,7 +73,10 @@ _ROWS = [line.split() for line in _TABLE.splitlines() if line]
 _GPT, _OTHERS = ({row[0]: row[column] for row in _ROWS if row[column] != "-"} for column in (1, 2))
 _MODULES = MappingProxyType({"gpt2": _GPT, "gpt_bigcode": _GPT})
 # Suffixes of buffers that older versions of transformers saved with the weights.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_BUFFERS = (
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    ".rotary_emb.inv_freq",
+)
 
 
 def pieces(
@@ -83,13 +88,13 @@ def pieces(
         KeyError: if the architecture has no such parameter.
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
-    modules = _MODULES.get(architecture) or _OTHERS | ARCHITECTURES[architecture].names
+    modules = _modules(architecture)
     is_weight_of_norm = owner.endswith("norm") and kind == "weight"
     plus = _ones(architecture) * (is_weight_of_norm and model.zero_centered_normalization)
     if not owner.startswith("blocks."):
         return [MappedRows(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
-    prefix = f"{'transformer.h' if modules is _GPT else 'model.layers'}.{index}"
+    prefix = f"{_prefix(modules)}{'h' if modules is _GPT else 'layers'}.{index}"
     parts = _parts(part, shape[0], modules, architecture, model)
     transposed, found = architecture == "gpt2" and len(shape) == 2, []
     for theirs, first, rows, their_first in parts:
@@ -100,6 +105,15 @@ def pieces(
             MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus)
         )
     return found
+
+
+def _modules(architecture: str) -> dict[str, str]:
+    return _MODULES.get(architecture) or _OTHERS | ARCHITECTURES[architecture].names
+
+
+def _prefix(modules: dict[str, str]) -> str:
+    """Return what the names of all tensors but the head's begin with: `model.`"""
+    return modules["embedding.word"].split(".")[0] + "."
 
 
 def _ones(architecture: str) -> float:
@@ -120,29 +134,31 @@ def _parts(
 ) -> list[tuple[str, int, int, int]]:
     """Split one part of a block into (their layer, our first row, rows, their first row)."""
     if part == "attention.query_key_value":
-        return list(_query_key_value(architecture, model))
-    if part == "mlp.up" and model.gated:
+        return list(_query_key_value(modules.get(part), architecture, model))
+    if part == "mlp.up" and modules[part] == "mlp.up_proj" and model.gated:
         return [("mlp.gate_proj", 0, rows // 2, 0), ("mlp.up_proj", rows // 2, rows // 2, 0)]
     return [(modules[part], 0, rows, 0)]
 
 
-def _query_key_value(architecture: str, model: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
+def _query_key_value(
+    fused: str | None, architecture: str, model: ModelConfig
+) -> Iterator[tuple[str, int, int, int]]:
     heads = model.num_attention_heads
     groups = model.head_groups
     channels = model.kv_channels
     sizes = (heads * channels, groups * channels, groups * channels)
     firsts = (0, sizes[0], sizes[0] + sizes[1])
-    if architecture == "gpt_bigcode" and groups == heads:
+    if fused and architecture in ("gpt_bigcode", "gpt_neox") and groups == heads:
         for which, first in enumerate(firsts):
             for head in range(heads):
                 yield (
-                    "attn.c_attn",
+                    fused,
                     first + head * channels,
                     channels,
                     (3 * head + which) * channels,
                 )
-    elif architecture in ("gpt2", "gpt_bigcode"):
-        yield "attn.c_attn", 0, sum(sizes), 0
+    elif fused:
+        yield fused, 0, sum(sizes), 0
     else:
         for letter, first, size in zip("qkv", firsts, sizes, strict=True):
             yield f"self_attn.{letter}_proj", first, size, 0
@@ -176,7 +192,9 @@ def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
     Files of a model without its head, such as the original GPT-2, omit the first part of every
     name. Buffers, and the head of a model that ties it to the embedding, are not weights.
     """
+    if architecture == "gpt_neox" and name == "embed_out.weight":  # before transformers 5
+        name = "lm_head.weight"
     if name.endswith(_BUFFERS) or (name == "lm_head.weight" and model.tie_word_embeddings):
         return None
-    prefix = "transformer." if architecture in ("gpt2", "gpt_bigcode") else "model."
+    prefix = _prefix(_modules(architecture))
     return name if name.startswith((prefix, "lm_head.")) else prefix + name

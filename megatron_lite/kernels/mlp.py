@@ -230,6 +230,7 @@ class _Options(NamedTuple):
     recompute_level: str
     triton: bool
     exchange: Exchange
+    after: Exchange
     of_up: Products
     of_down: Products
 
@@ -264,17 +265,17 @@ class _MLP(Function):
             z if down.requires_grad and not recomputes_z else None,
         )
         ctx.shape = x.shape
-        return options.exchange.reduced_product(options.of_down.forward, z, down, down_bias)
+        return options.after.reduced_product(options.of_down.forward, z, down, down_bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, exchange, of_up, of_down) = (
+        up, down, (activation, gated, _, triton, exchange, after, of_up, of_down) = (
             ctx.up,
             ctx.down,
             ctx.options,
         )
-        gathering_dy = exchange.start_gather(dy.reshape(-1, dy.shape[-1]))
+        gathering_dy = after.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None
         recomputed_z = None
         needs_z = down.requires_grad and z is None
@@ -318,12 +319,13 @@ def mlp(
     triton: bool = False,
     exchange: Exchange = NO_EXCHANGE,
     products: tuple[Products, Products] = (PLAIN, PLAIN),
+    after: Exchange | None = None,
 ) -> Tensor:
     """Compute x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and
     down (h, f).
 
     activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". exchange: of
-    x and y, if f is split over ranks. products: of `up` and `down`.
+    x and y, if f is split over ranks. products: of `up` and `down`. after: other collectives of y.
     """
     return _MLP.apply(
         x,
@@ -331,5 +333,9 @@ def mlp(
         up_bias,
         down,
         down_bias,
-        _Options(activation, gated, recompute_level, triton, exchange, *products),
+        _Options(
+            *(activation, gated, recompute_level, triton, exchange),
+            exchange if after is None else after,
+            *products,
+        ),
     )

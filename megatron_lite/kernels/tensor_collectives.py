@@ -40,6 +40,7 @@ from torch import Tensor
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.linear import Arriving, Exchange, Forward, Pending, complete
 from megatron_lite.kernels.products import affine
+from megatron_lite.parameter import Function
 from megatron_lite.seeds import derive_seed
 
 # Kinds of traffic.
@@ -54,6 +55,16 @@ FEWEST_TOKENS = 256
 
 class Collectives(Exchange):
     """The collectives of the residual stream; on a single rank, no communication."""
+
+    @property
+    def unreduced(self) -> Collectives:
+        """The collectives after a product whose sums over ranks are left to `joined`."""
+        return self
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """Return `parts` (b, s, h), which `unreduced` left, summed over ranks into the residual
+        stream, with autograd."""
+        return parts
 
     def own(self, values: Tensor) -> Tensor:
         """Return the values, out of (b, s), for the tokens of this rank's residual stream."""
@@ -76,6 +87,30 @@ class Collectives(Exchange):
 ONE_RANK = Collectives()
 
 
+class _Unreduced(Collectives):
+    """Every rank has its share of a sum over ranks, the first rank's with the bias."""
+
+    def __init__(self, has_bias: bool) -> None:
+        self._has_bias = has_bias
+
+    def reduced_product(
+        self, forward: Forward, x: Arriving, weight: Any, bias: Tensor | None
+    ) -> Tensor:
+        return forward(x, weight, bias if self._has_bias else None)
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives, ctx.shape = collectives, parts.shape
+        return complete(collectives.start_reduce(parts.clone()))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        gathered = ctx.collectives.start_gather(dy.reshape(-1, dy.shape[-1]))
+        return complete(gathered).view(ctx.shape), None
+
+
 class Replicated(Collectives):
     """Collectives for a group whose ranks all have the whole residual stream. in_halves: see
     `reduced_product`."""
@@ -84,6 +119,13 @@ class Replicated(Collectives):
 
     def __init__(self, group: Group, in_halves: bool = False) -> None:
         self._group, self._in_halves = group, in_halves
+
+    @property
+    def unreduced(self) -> Collectives:
+        return _Unreduced(self._group.rank == 0)
+
+    def joined(self, parts: Tensor) -> Tensor:
+        return _Joined.apply(parts, self)
 
     def start_reduce(self, parts: Tensor) -> Pending:
         parts = parts.contiguous()

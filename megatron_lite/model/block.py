@@ -1,7 +1,9 @@
 """A transformer block: x += attention(norm(x)); x += mlp(norm(x)).
 
 With `norm_placement` post, each branch's output is normalized before dropout and the residual sum,
-x += norm(attention(x)); with both, input and output are.
+x += norm(attention(x)); with both, input and output are. With `parallel_branches` both branches are
+of the same x (GPT-NeoX, Black et al. 2022), x += attention(norm(x)) + mlp(norm(x)), with two norms
+or the same one.
 """
 
 from __future__ import annotations
@@ -86,9 +88,14 @@ class Attention(torch.nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, micro_batch: MicroBatch, collectives: Collectives = ONE_RANK
+        self,
+        hidden: Tensor,
+        micro_batch: MicroBatch,
+        collectives: Collectives = ONE_RANK,
+        after: Collectives | None = None,
     ) -> Tensor:
-        """Compute the branch from norm to residual sum: (b, s, h) -> (b, s, h)."""
+        """Compute the branch from norm to residual sum: (b, s, h) -> (b, s, h). after: other
+        collectives of the output."""
         projection = self.query_key_value(hidden, before=collectives, seed=micro_batch.dropout_seed)
         projection = projection.view(*micro_batch.tokens.shape, -1)  # (b, s, (n + 2 g) d)
         heads = self.heads(projection, self._angles(hidden, micro_batch))
@@ -113,7 +120,8 @@ class Attention(torch.nn.Module):
                 softmax_in_fp32=self.softmax_in_fp32,
             )
         context = context.transpose(1, 2).flatten(2)  # (b, s, n d)
-        return self.output(context, after=collectives, seed=micro_batch.dropout_seed)  # (b, s, h)
+        after = collectives if after is None else after
+        return self.output(context, after=after, seed=micro_batch.dropout_seed)  # (b, s, h)
 
     def _angles(self, hidden: Tensor, micro_batch: MicroBatch) -> Table | None:
         """Return the rotary table; with per-micro-batch positions, all blocks share it."""
@@ -163,9 +171,14 @@ class MLP(torch.nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, collectives: Collectives = ONE_RANK, seed: int | None = None
+        self,
+        hidden: Tensor,
+        collectives: Collectives = ONE_RANK,
+        seed: int | None = None,
+        after: Collectives | None = None,
     ) -> Tensor:
-        """Compute (b, s, h) -> (b, s, h). seed: see `Linear.products`."""
+        """Compute (b, s, h) -> (b, s, h). seed: see `Linear.products`. after: other collectives of
+        the output."""
         return mlp(
             hidden,
             up=self.up.weight,
@@ -178,6 +191,7 @@ class MLP(torch.nn.Module):
             triton=self.kernels.triton,
             exchange=collectives,
             products=(self.up.products(seed), self.down.products(seed)),
+            after=after,
         )
 
 
@@ -209,7 +223,9 @@ class Block(Layer):
             f"{self.name}.attention", config, rotary, kernels, index, parallel
         )
         self.attention_output_norm = norm("attention_output_norm", "post")
-        self.mlp_norm = norm("mlp_norm", "pre")
+        self.parallel_branches = config.parallel_branches != "none"
+        has_norms = config.parallel_branches != "one_norm"
+        self.mlp_norm = norm("mlp_norm", "pre") if has_norms else None
         self.mlp = MLP(f"{self.name}.mlp", config, kernels, parallel)
         self.mlp_output_norm = norm("mlp_output_norm", "post")
         self.variant = (self.attention.window, rotary is None)
@@ -229,6 +245,8 @@ class Block(Layer):
         dtype = self.mlp.up.weight.dtype
         collectives = self.parallel.collectives[micro_batch.cache is not None]
         hidden, normalized = _normalized(self.attention_norm, hidden, None, dtype)
+        if self.parallel_branches:
+            return hidden + self._both_branches(hidden, normalized, micro_batch, collectives)
         branch = self._branch(
             self.attention(normalized, micro_batch, collectives),
             self.attention_output_norm,
@@ -239,6 +257,18 @@ class Block(Layer):
         del branch
         branch = self.mlp(normalized, collectives, micro_batch.dropout_seed)
         return hidden + self._branch(branch, self.mlp_output_norm, micro_batch, "mlp_branch")
+
+    def _both_branches(
+        self, hidden: Tensor, normalized: Tensor, micro_batch: MicroBatch, collectives: Collectives
+    ) -> Tensor:
+        """Return attention and MLP of the same hidden states, summed before they are reduced."""
+        attended = self.attention(normalized, micro_batch, collectives, collectives.unreduced)
+        if self.mlp_norm is not None:
+            normalized = self.mlp_norm(hidden, normalized.dtype)
+        seed = micro_batch.dropout_seed
+        branch = self.mlp(normalized, collectives, seed, collectives.unreduced)
+        branch = collectives.joined(attended.view_as(branch) + branch)
+        return self._branch(branch, None, micro_batch, "branches")
 
     def _branch(
         self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str

@@ -171,6 +171,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--clip_update_norm_sigma=1 --clip_update_norm_window=2",
         ),
         "moments": ("", "--adam_nesterov=1", "--adamc_weight_decay=1"),
+        "branches": ("", "--parallel_branches=one_norm", "--parallel_branches=two_norms"),
         "loss in parts": ("", "--cross_entropy_splits=3", "--cross_entropy_block_size=7"),
         "documents": ("", "--cross_document_attention=0", "--reset_position_ids=1"),
         **{

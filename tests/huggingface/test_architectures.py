@@ -73,10 +73,10 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
         if key in defaults:
             assert (defaults[key], type(defaults[key])) == (value, type(value)), key
         else:  # read by the model, if a file has it
-            part = (config.rope_parameters or {}).get("partial_rotary_factor")
-            assert (
-                value == {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}[key]
-            )
+            rope = config.rope_parameters or {}
+            part = rope.get("partial_rotary_factor")
+            read = {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}
+            assert value == {**read, "rotary_emb_base": rope.get("rope_theta")}[key]
     assert model_values({"model_type": name}) == model_values(content_of(config))
 
 
@@ -97,12 +97,12 @@ def test_a_read_config_describes_the_model(family: str) -> None:
     kind = FAMILIES[family]["model_type"]
     attention, hidden = (
         ("attn_pdrop", "resid_pdrop")
-        if "gpt" in kind
+        if kind.startswith(("gpt2", "gpt_big"))
         else ("attention_dropout", "residual_dropout")
     )
     dropouts = (
         {attention: 0.25, hidden: 0.5}
-        if "gpt" in kind or kind == "starcoder2"
+        if kind.startswith(("gpt2", "gpt_big")) or kind == "starcoder2"
         else {attention: 0.25}
     )
     config, values = make_config(family, **dropouts), family_values(family, **dropouts)
@@ -148,7 +148,11 @@ def test_a_written_config_reads_back(family: str) -> None:
 def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
     """Where two architectures express a model, the one without biases that are only zero, then the
     better known."""
-    simpler = {"mistral, yarn, tied": "llama", "gpt_bigcode, multi-head, untied": "gpt2"}
+    simpler = {
+        "mistral, yarn, tied": "llama",
+        "phi3": "llama",
+        "gpt_bigcode, multi-head, untied": "gpt2",
+    }
     expected = simpler.get(family, FAMILIES[family]["model_type"])
     assert check_exportable(our_config(family).model) == expected
 
@@ -476,7 +480,7 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"logit_soft_cap": 30.0}, ["LlamaForCausalLM: --logit_soft_cap=0 (not 30)\n"]),
     (
         "llama",
-        {"rotary_percent": 0.5, "kv_channels": 8},
+        {"rotary_percent": 0.5, "kv_channels": 8, "add_mlp_biases": True},
         ["LlamaForCausalLM: --rotary_percent=1 (not 0.5)\n"],
     ),
     (

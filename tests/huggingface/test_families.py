@@ -112,9 +112,11 @@ def without_key_biases(name: str, value: Tensor, folder: Path) -> Tensor:
     config = json.loads((folder / "config.json").read_text())
     if name.endswith("k_proj.bias"):
         return torch.zeros_like(value)
+    value = value.clone()
+    if name.endswith("query_key_value.bias"):
+        value.view(config["num_attention_heads"], 3, -1)[:, 1] = 0
     if not name.endswith("c_attn.bias"):
         return value
-    value = value.clone()
     size, heads = config["n_embd"], config["n_head"]
     if config["model_type"] == "gpt2":
         value[size : 2 * size] = 0

@@ -422,6 +422,8 @@ PEAK_CASES: list[dict[str, Any]] = [
     dict(**POST, **RMS, hidden_dropout=0.1, training_dtype="bf16", vocab_size=100),
     dict(**PATTERNS, num_layers=5, vocab_size=100),
     dict(**FACTORS, vocab_size=100, **RMS),
+    dict(parallel_branches="one_norm", training_dtype="bf16", vocab_size=100, **RMS),
+    dict(parallel_branches="two_norms", vocab_size=100),
     dict(**FACTORS, hybrid_norm=True, training_dtype="bf16", window_size=100),
     dict(hybrid_norm=True, input_embedding_norm=True, hidden_dropout=0.1),
     dict(hybrid_norm=True, input_embedding_norm=True, training_dtype="bf16", vocab_size=100, **RMS),

@@ -41,6 +41,7 @@ _GPT2: dict[str, Any] = dict(
     eos_token_id=2,
 )
 _LAYER_NORMS = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}
+_NEOX = _LAYER_NORMS | dict(model_type="gpt_neox", hidden_size=40, layer_norm_eps=1e-4)
 _STARCODER2 = _LAYER_NORMS | dict(model_type="starcoder2", norm_epsilon=1e-4)
 _LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
@@ -143,6 +144,18 @@ FAMILIES |= {
     "stablelm, biases, tied": _LAYER_NORMS
     | dict(model_type="stablelm", num_key_value_heads=5, hidden_size=60, use_qkv_bias=True)
     | dict(tie_word_embeddings=True, rope_parameters=dict(partial_rotary_factor=0.5)),
+    "stablelm, parallel branches": _LAYER_NORMS
+    | dict(model_type="stablelm", hidden_size=40, num_key_value_heads=5, layer_norm_eps=1e-4)
+    | dict(use_parallel_residual=True),
+    "gpt_neox": _NEOX,
+    "gpt_neox, linear rope, one after the other, tied": _NEOX
+    | dict(use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True)
+    | dict(rope_parameters=_LINEAR | dict(partial_rotary_factor=0.5)),
+    "phi3": _LLAMA | dict(model_type="phi3", num_key_value_heads=5, pad_token_id=None),
+    "phi3, partial rope, window, tied": _LLAMA
+    | dict(model_type="phi3", hidden_size=60, num_attention_heads=6, num_key_value_heads=3)
+    | dict(sliding_window=7, pad_token_id=None, tie_word_embeddings=True)
+    | dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.6)),
     "granite": _LLAMA
     | dict(model_type="granite", num_key_value_heads=1, embedding_multiplier=3.0)
     | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),

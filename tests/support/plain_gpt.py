@@ -45,7 +45,9 @@ class PlainBlock(nn.Module):
         bias = config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
         if config.norm_placement != "post":
-            self.attention_norm, self.mlp_norm = PlainNorm(config), PlainNorm(config)
+            self.attention_norm = PlainNorm(config)
+        if config.norm_placement != "post" and config.parallel_branches != "one_norm":
+            self.mlp_norm = PlainNorm(config)
         if config.norm_placement != "pre":
             self.attention_output_norm, self.mlp_output_norm = PlainNorm(config), PlainNorm(config)
         self.attention = nn.ModuleDict(
@@ -65,20 +67,28 @@ class PlainBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.config.parallel_branches != "none":
+            normalized = self.attention_norm(x)
+            other = self.mlp_norm(x) if self.config.parallel_branches == "two_norms" else normalized
+            both = self.attend(normalized) + self.multiply(other)
+            return x + both * self.config.residual_scale
         before, after = (self.config.norm_placement in (place, "both") for place in ("pre", "post"))
         branch = self.attend(self.attention_norm(x) if before else x)
         branch = self.attention_output_norm(branch) if after else branch
         x = x + branch * self.config.residual_scale
-        up = self.mlp["up"](self.mlp_norm(x) if before else x)
+        branch = self.multiply(self.mlp_norm(x) if before else x)
+        branch = self.mlp_output_norm(branch) if after else branch
+        return x + branch * self.config.residual_scale
+
+    def multiply(self, x: Tensor) -> Tensor:
+        up = self.mlp["up"](x)
         act = ACTIVATIONS[self.config.activation_type]
         if self.config.gated:
             gate, up = up.chunk(2, dim=-1)
             up = act(gate) * up
         else:
             up = act(up)
-        branch = self.mlp["down"](up)
-        branch = self.mlp_output_norm(branch) if after else branch
-        return x + branch * self.config.residual_scale
+        return self.mlp["down"](up)
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape

@@ -66,6 +66,8 @@ CASES: dict[str, Options] = {
         "attention_soft_cap": 0.5,
         "logit_scale": 1.7,
     },
+    "parallel branches": {"parallel_branches": "two_norms", "random_bias_init": True},
+    "parallel branches, one norm": {**LLAMA, "parallel_branches": "one_norm"},
     "blocks of the vocabulary": {
         "cross_entropy_block_size": 7,
         "vocab_size": 61,

@@ -52,6 +52,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "hybrid_norm": True,
         "scale_attn_by_inverse_layer_idx": True,
     },
+    "parallel branches": {
+        **LLAMA,
+        "parallel_branches": "one_norm",
+        "residual_scale": 0.7,
+        "head_groups": 2,
+    },
+    "parallel branches, two norms": {"parallel_branches": "two_norms", "random_bias_init": True},
     "relu_squared": {
         "activation_type": "squared_relu",
         "layer_norm_init_range": 0.2,
