@@ -42,6 +42,7 @@ ACTIVATIONS = MappingProxyType(
 #   true    keys of config.json that are true or false, with an option and its value if true
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
+#   rows    rotary=interleaved: files pair channels 0 and 1, 2 and 3 ..., which we pair across halves
 #   name    our modules, with their names in files that differ from `weight_map`'s
 _FAMILIES = """
 shared -
@@ -144,6 +145,17 @@ phi3 Phi3ForCausalLM llama
   only    rotary_percent=- rope_type=default
   name    attention.query_key_value=self_attn.qkv_proj mlp.up=mlp.gate_up_proj
 
+glm4 Glm4ForCausalLM llama
+  key     vocab_size=151552 num_hidden_layers=40 num_key_value_heads=2 head_dim=128
+  key     intermediate_size=13696 max_position_embeddings=131072 rms_norm_eps=1.5625e-07
+  key     attention_bias=true mlp_bias=- partial_rotary_factor=0.5
+  must    rope_interleaved=-
+  only    rotary_percent=- norm_placement=both
+  biases  attention_bias=add_qkv_biases
+  rows    rotary=interleaved
+  name    attention_output_norm=post_self_attn_layernorm mlp_output_norm=post_mlp_layernorm
+  name    mlp.up=mlp.gate_up_proj
+
 granite GraniteForCausalLM llama
   key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
   key     logits_scaling=1.0
@@ -211,6 +223,7 @@ class Architecture:
     biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
     always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
     names: dict[str, str]  # our modules in a block -> theirs, beside those in `weight_map`
+    interleaved: bool = False  # files pair adjacent channels of a head for rotary positions
 
     @property
     def fixed(self) -> JsonObject:
@@ -259,8 +272,11 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
     stated = {key: options for key, options in biases.items() if key in keys}
     parted = {key: text.partition(":") for key, text in line("true").items()}
     switches = {key: (option, value) for key, (option, _, value) in parted.items()}
-    names = line("name")
-    return Architecture(name, class_name, keys, constants, switches, only, stated, always, names)
+    return Architecture(
+        *(name, class_name, keys, constants, switches, only, stated, always),
+        names=line("name"),
+        interleaved="rotary" in line("rows"),
+    )
 
 
 # In order of preference for exports.

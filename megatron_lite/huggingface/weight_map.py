@@ -6,7 +6,7 @@ q, k, v rows    one tensor (GPT-NeoX, and      three tensors (Phi-3: one)
                 GPTBigCode with as many key
                 as query heads: q, k, v of a
                 head together)
-gate, up rows                                  two tensors (Phi-3: one)
+gate, up rows                                  two tensors (Phi-3, GLM-4: one)
 a tied head     none of its own                none of its own
 
 GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
@@ -15,6 +15,7 @@ GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import NamedTuple
@@ -97,9 +98,11 @@ def pieces(
     prefix = f"{_prefix(modules)}{'h' if modules is _GPT else 'layers'}.{index}"
     parts = _parts(part, shape[0], modules, architecture, model)
     transposed, found = architecture == "gpt2" and len(shape) == 2, []
+    totals: Counter[str] = Counter()  # rows by tensor
+    for theirs, _, rows, _ in parts:
+        totals[theirs] += rows
     for theirs, first, rows, their_first in parts:
-        their_rows = sum(part_rows for name, _, part_rows, _ in parts if name == theirs)
-        their_shape = (*shape[1:], their_rows) if transposed else (their_rows, *shape[1:])
+        their_shape = (*shape[1:], totals[theirs]) if transposed else (totals[theirs], *shape[1:])
         theirs_name = f"{prefix}.{theirs}.{kind}"
         found.append(
             MappedRows(theirs_name, first, rows, their_first, their_shape, transposed, plus)
@@ -161,7 +164,24 @@ def _query_key_value(
         yield fused, 0, sum(sizes), 0
     else:
         for letter, first, size in zip("qkv", firsts, sizes, strict=True):
-            yield f"self_attn.{letter}_proj", first, size, 0
+            parts = [(0, size, 0)]
+            if ARCHITECTURES[architecture].interleaved and letter != "v":
+                parts = _interleaved(size, channels, model.rotated_channels)
+            for ours, rows, theirs in parts:
+                yield f"self_attn.{letter}_proj", first + ours, rows, theirs
+
+
+def _interleaved(size: int, channels: int, rotated: int) -> list[tuple[int, int, int]]:
+    """Return (our first row, rows, their first row) for heads of which files rotate channels 2 j and
+    2 j + 1 together, and we j and j + r / 2: scores do not depend on the order of channels."""
+    found = []
+    for head in range(0, size, channels):
+        for row in range(rotated):
+            half, pair = divmod(row, rotated // 2)
+            found.append((head + row, 1, head + 2 * pair + half))
+        if rotated < channels:
+            found.append((head + rotated, channels - rotated, head + rotated))
+    return found
 
 
 def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:

@@ -471,7 +471,11 @@ def test_the_architecture_of_options(changes: dict[str, Any], architecture: str)
 
 
 NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("llama", {"norm_placement": "both"}, ["LlamaForCausalLM: --norm_placement=pre (not both)\n"]),
+    (
+        "llama",
+        {"norm_placement": "both", "add_mlp_biases": True},
+        ["LlamaForCausalLM: --norm_placement=pre (not both)\n"],
+    ),
     (
         "llama",
         {"input_embedding_norm": True},

@@ -31,6 +31,7 @@ LR = 1e-3
 # and in float64 agree to 1e-6.
 SEEDS = {
     "stablelm": 2,
+    "glm4": 3,
     "llama, llama3 rope, tied, attention biases": 1,
     "llama, linear rope, MLP biases": 1,
     "gpt2": 2,

@@ -156,6 +156,11 @@ FAMILIES |= {
     | dict(model_type="phi3", hidden_size=60, num_attention_heads=6, num_key_value_heads=3)
     | dict(sliding_window=7, pad_token_id=None, tie_word_embeddings=True)
     | dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.6)),
+    "glm4": _LLAMA | dict(model_type="glm4", num_key_value_heads=5, head_dim=8, pad_token_id=None),
+    "glm4, linear rope, no biases, tied": _LLAMA
+    | dict(model_type="glm4", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
+    | dict(attention_bias=False, tie_word_embeddings=True, pad_token_id=None)
+    | dict(rope_parameters=_LINEAR | dict(partial_rotary_factor=0.6)),
     "granite": _LLAMA
     | dict(model_type="granite", num_key_value_heads=1, embedding_multiplier=3.0)
     | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),
