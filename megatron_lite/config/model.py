@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.option import (
@@ -338,6 +339,15 @@ class ModelConfig(Area):
 def _repeated(pattern: tuple[str, ...], block: int) -> str:
     """Return a block's entry of a pattern that is repeated over the blocks; "" if it is empty."""
     return pattern[block % len(pattern)] if pattern else ""
+
+
+def repeating(kinds: Sequence[str], usual: str) -> tuple[str, ...]:
+    """Return the shortest pattern with these kinds of blocks; empty if all are the usual one."""
+    if {*kinds} <= {usual}:
+        return ()
+    numbers = range(len(kinds))
+    length = next(n + 1 for n in numbers if all(kinds[i] == kinds[i % (n + 1)] for i in numbers))
+    return tuple(kinds[:length])
 
 
 def rotary_base(rotary_embedding_scale: float) -> float:

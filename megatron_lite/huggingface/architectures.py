@@ -38,10 +38,13 @@ ACTIVATIONS = MappingProxyType(
 #           derived from other keys, as in our options); config_file.py handles keys that need more
 #           than renaming
 #   must    keys of config.json, with the only value that we can express
-#   only    our options that have only one value in the family; biases and windows follow from the keys
+#   only    our options that have only one value in the family; biases and windows follow from the keys.
+#           embedding_scale=width is the root of hidden_size; rotary_pattern=windows rotates blocks with
+#           a window alone, unless no block has one
 #   true    keys of config.json that are true or false, with an option and its value if true
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
+#   full    "every": how many blocks share one with full attention, the last, if layer_types is missing
 #   rows    rotary=interleaved: files pair channels 0 and 1, 2 and 3 ..., which we pair across halves
 #   name    our modules, with their names in files that differ from `weight_map`'s
 _FAMILIES = """
@@ -49,7 +52,7 @@ shared -
   only    norm_placement=pre input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
   only    embedding_scale=1.0 residual_scale=1.0 attention_scale=null attention_soft_cap=0.0
   only    logit_scale=1.0 parallel_branches=none
-  only    qk_norm_scope=head use_layer_norm_bias=true
+  only    qk_norm_scope=head use_layer_norm_bias=true rotary_pattern=[] window_rotary_base=null
   only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
   only    use_position_embeddings=false normalization_type=rms_norm gated=true
   biases  attention_bias=add_linear_biases,add_qkv_biases mlp_bias=add_mlp_biases
@@ -156,16 +159,54 @@ glm4 Glm4ForCausalLM llama
   name    attention_output_norm=post_self_attn_layernorm mlp_output_norm=post_mlp_layernorm
   name    mlp.up=mlp.gate_up_proj
 
+olmo2 Olmo2ForCausalLM llama
+  key     vocab_size=50304 rms_norm_eps=1e-5 mlp_bias=-
+  must    rope_interleaved=-
+  only    norm_placement=post qk_layernorm=true qk_norm_scope=all
+
+olmo3 Olmo3ForCausalLM olmo2
+  key     sliding_window=4096 layer_types=null rope_theta=500000.0
+  only    window_rotary_base=-
+  full    every=4
+
+smollm3 SmolLM3ForCausalLM llama
+  key     vocab_size=128256 hidden_size=2048 num_hidden_layers=36 num_attention_heads=16
+  key     num_key_value_heads=4 max_position_embeddings=32768 tie_word_embeddings=true
+  key     use_sliding_window=false sliding_window=null layer_types=null rope_theta=2000000.0
+  key     no_rope_layers=null no_rope_layer_interval=4
+  must    rope_interleaved=-
+  only    rotary_pattern=-
+
+gemma GemmaForCausalLM llama
+  key     vocab_size=256000 hidden_size=3072 num_hidden_layers=28 num_attention_heads=16
+  key     num_key_value_heads=16 head_dim=256 intermediate_size=24576 hidden_act=gelu_pytorch_tanh
+  key     max_position_embeddings=8192 tie_word_embeddings=true mlp_bias=-
+  must    rope_interleaved=- use_bidirectional_attention=null hidden_activation=gelu_pytorch_tanh
+  only    zero_centered_normalization=true embedding_scale=width
+
+gemma2 Gemma2ForCausalLM gemma
+  key     hidden_size=2304 num_hidden_layers=26 num_attention_heads=8 num_key_value_heads=4
+  key     intermediate_size=9216 hidden_act=- hidden_activation=gelu_pytorch_tanh
+  key     query_pre_attn_scalar=256 final_logit_softcapping=30.0 attn_logit_softcapping=50.0
+  key     sliding_window=4096 layer_types=null
+  must    hidden_activation=-
+  only    norm_placement=both attention_scale=- logit_soft_cap=- attention_soft_cap=-
+  full    every=2
+  name    mlp_norm=pre_feedforward_layernorm
+
+gemma3_text Gemma3ForCausalLM gemma2
+  key     vocab_size=262208 max_position_embeddings=131072 final_logit_softcapping=null
+  key     attn_logit_softcapping=- sliding_window_pattern=6 rope_theta=1000000.0
+  key     rope_local_base_freq=10000.0
+  must    attn_logit_softcapping=null use_bidirectional_attention=false
+  only    qk_layernorm=true attention_soft_cap=0.0 window_rotary_base=-
+  full    every=-
+
 granite GraniteForCausalLM llama
   key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
   key     logits_scaling=1.0
   must    rope_interleaved=-
   only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
-
-olmo2 Olmo2ForCausalLM llama
-  key     vocab_size=50304 rms_norm_eps=1e-5 mlp_bias=-
-  must    rope_interleaved=-
-  only    norm_placement=post qk_layernorm=true qk_norm_scope=all
 """
 # Keys of config.json that are a single option by another name.
 _OPTIONS = MappingProxyType(
@@ -180,7 +221,7 @@ _OPTIONS = MappingProxyType(
             head_groups              num_key_value_heads
             kv_channels              head_dim
             ffn_hidden_size          intermediate_size n_inner
-            activation_type          hidden_act activation_function
+            activation_type          hidden_act activation_function hidden_activation
             max_position_embeddings  n_positions
             init_method_std          initializer_range
             attention_dropout        attn_pdrop
@@ -193,6 +234,8 @@ _OPTIONS = MappingProxyType(
             residual_scale           residual_multiplier
             attention_scale          attention_multiplier query_pre_attn_scalar
             logit_scale              logits_scaling
+            logit_soft_cap           final_logit_softcapping
+            attention_soft_cap       attn_logit_softcapping
             """.strip().splitlines(),
         )
         for key in keys
@@ -205,7 +248,8 @@ _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
 
 def _value(text: str) -> Any:
     with contextlib.suppress(ValueError):
-        return json.loads(text)
+        value = json.loads(text)
+        return tuple(value) if isinstance(value, list) else value
     return text
 
 
@@ -222,6 +266,7 @@ class Architecture:
     only: JsonObject  # our options that have one value by the table
     biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
     always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
+    full_every: int  # see `_FAMILIES`; 0: other keys say which blocks have a window
     names: dict[str, str]  # our modules in a block -> theirs, beside those in `weight_map`
     interleaved: bool = False  # files pair adjacent channels of a head for rotary positions
 
@@ -232,7 +277,24 @@ class Architecture:
         absent: Options = {option: False for option in _BIASES if option not in stated}
         if "sliding_window" not in self.defaults:
             absent["window_size"] = None
-        return self.only | absent
+        if "layer_types" not in self.defaults:
+            absent["attention_pattern"] = ()
+        plain = {
+            option: value
+            for option, value in self.only.items()
+            if value not in ("width", "windows")
+        }
+        return plain | absent
+
+    @property
+    def rotates_windows(self) -> bool:
+        """Whether only blocks with a window rotate, unless no block has one."""
+        return self.only.get("rotary_pattern") == "windows"
+
+    def embedding_scale(self, hidden_size: int) -> float | None:
+        """Return the factor on embeddings that follows from the width; None: another one may be
+        stated."""
+        return hidden_size**0.5 if self.only.get("embedding_scale") == "width" else None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -274,6 +336,7 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
     switches = {key: (option, value) for key, (option, _, value) in parted.items()}
     return Architecture(
         *(name, class_name, keys, constants, switches, only, stated, always),
+        full_every=int(line("full").get("every", 0)),
         names=line("name"),
         interleaved="rotary" in line("rows"),
     )
@@ -353,6 +416,15 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
         assert actual is not None or FLAGS[name].optional, f"{name} is not resolved"
         if actual != value:
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
+    table = ARCHITECTURES[architecture]
+    if table.rotates_windows and not all(
+        model.rotates(block) == (window is not None or not any(model.windows))
+        for block, window in enumerate(model.windows)
+    ):
+        needs.append("a --rotary_pattern that rotates blocks with a window alone")
+    scale = table.embedding_scale(model.hidden_size)
+    if scale not in (None, model.embedding_scale):
+        needs.append(f"--embedding_scale={written(scale)} (not {written(model.embedding_scale)})")
     heads = model.num_attention_heads
     groups = model.head_groups
     channels = model.kv_channels
@@ -369,7 +441,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     for option, value in table.switches.values():
         if (actual := getattr(model, option)) not in (value, FLAGS[option].default):
             needs.append(f"--{option}={value} (not {actual})")
-    if architecture == "llama" and width % heads:
+    if architecture in ("llama", "gemma2", "gemma3_text") and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs
 

@@ -25,6 +25,7 @@ from megatron_lite.huggingface.architectures import (
     check_exportable,
     shown,
 )
+from megatron_lite.huggingface.block_keys import is_count, read_blocks, write_blocks
 
 TRAINING_KEY = "megatron_lite"  # what is known about the training, see `saved_state.TRAINING`
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -85,6 +86,8 @@ def read_rope(
     if not found:
         found.append(_read_rope_object("rope_scaling", {}, stated, max_position_embeddings)[0])
     for values in found:
+        if values["rotary_base"] is None:
+            values["rotary_base"] = architecture.defaults.get("rope_theta", 10000.0)
         if values["rotary_percent"] is None:
             values["rotary_percent"] = architecture.defaults.get(keys["partial_rotary_factor"], 1.0)
     problems += [
@@ -119,8 +122,6 @@ def _read_rope_object(
         values[option] = given.pop(name, beside)
         if beside is not None and beside != values[option]:
             problems.append(f"{name} is {shown(beside)}, but {shown(values[option])} in {key}")
-    if values["rotary_base"] is None:
-        values["rotary_base"] = 10000.0
     values |= dict.fromkeys(ROPE_OPTIONS)
     if not isinstance(kind, str) or kind not in _NAMES:
         problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
@@ -175,7 +176,14 @@ def write_rope(model: ModelConfig, architecture: Architecture) -> JsonObject:
     keys = _rope_keys(architecture)
     if keys["partial_rotary_factor"]:
         parameters["partial_rotary_factor"] = model.rotary_percent
-    return {keys["rope_theta"]: base, "rope_scaling": scaling, "rope_parameters": parameters}
+    found = {keys["rope_theta"]: base, "rope_scaling": scaling, "rope_parameters": parameters}
+    if "window_rotary_base" not in architecture.fixed:
+        own = model.window_rotary_base
+        local = parameters if own is None else {"rope_type": "default", "rope_theta": own}
+        found["rope_parameters"] = {"full_attention": parameters, "sliding_attention": local}
+        if "rope_local_base_freq" in architecture.defaults:
+            found["rope_local_base_freq"] = own or base
+    return found
 
 
 # Keys that must have one of these values if present, unless the architecture reads them.
@@ -208,9 +216,10 @@ _MEANINGLESS = frozenset(
     n_ctx output_past summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner
     max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache validate_runner_input
-    classifier_dropout is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    classifier_dropout _sliding_window_pattern is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )
+_CAPS = ("logit_soft_cap", "attention_soft_cap")  # 0 is null in files
 # transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
@@ -218,7 +227,6 @@ _SECOND_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
 def model_values(content: JsonObject) -> Options:
@@ -239,7 +247,9 @@ def model_values(content: JsonObject) -> Options:
     dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key sets them
     values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
     values |= reading.named() | reading.positions() | reading.biases() | reading.switches()
-    values["window_size"] = reading.window()
+    values |= read_blocks(reading)
+    if values["window_size"] is None:
+        values |= {"attention_pattern": (), "window_rotary_base": None}
     reading.problems += [
         f"{reading.architecture.key_of(option)} is {shown(values[option])}; only {shown(value)} can be expressed"
         for option, value in ARCHITECTURES[name].fixed.items()
@@ -259,7 +269,7 @@ class _Reading:
         self.name = name
         self.content = content
         self.architecture = ARCHITECTURES[name]
-        self.used: set[str] = set()
+        self.used = {*self.architecture.defaults}
         self.problems: list[str] = []
 
     def get(self, key: str) -> Any:
@@ -292,7 +302,7 @@ class _Reading:
         if self.name == "gpt_bigcode":
             self._multi_query(values)
         for option in ("hidden_size", "num_attention_heads"):
-            if not _is_count(values[option]):
+            if not is_count(values[option]):
                 self.problems.append(
                     f"{self.architecture.key_of(option)} is {shown(values[option])}; it must be a number >= 1"
                 )
@@ -304,7 +314,13 @@ class _Reading:
             "ffn_hidden_size": 4 * width,
         }
         values |= {option: value for option, value in derived.items() if values.get(option) is None}
+        values |= {option: 0.0 for option in _CAPS if option in values and values[option] is None}
+        scale = self.architecture.embedding_scale(min(width, LARGEST_INTEGER))
+        if scale is not None:
+            values["embedding_scale"] = scale
         activation = values["activation_type"]
+        if self.name == "gemma" and activation == "gelu":  # the first files say so of its tanh form
+            activation = "gelu_pytorch_tanh"
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
             self.problems.append(
                 f"activation {shown(activation)} is not known; known: {', '.join(ACTIVATIONS)}"
@@ -335,9 +351,37 @@ class _Reading:
             *self.architecture.defaults,
         }
         length = self.get("max_position_embeddings")
-        values, problems = read_rope(self.content, length, self.architecture)
+        if "window_rotary_base" in self.architecture.fixed:
+            values, problems = read_rope(self.content, length, self.architecture)
+        else:
+            values, problems = self._by_kind_of_block(length)
         self.problems += problems
         return values
+
+    def _by_kind_of_block(self, length: Any) -> tuple[Options, list[str]]:
+        """Read rotary parameters of blocks with full attention, and of those with a window."""
+        both = self.content.get("rope_parameters")
+        objects = dict.fromkeys(("full_attention", "sliding_attention"))
+        if isinstance(both, dict) and both.keys() <= objects.keys():
+            objects |= both
+        elif both is not None:
+            self.problems.append(
+                f"rope_parameters is {shown(both)}; it must have {' and '.join(objects)}"
+            )
+        full, local = objects.values()
+        values, problems = read_rope(
+            {**self.content, "rope_parameters": full}, length, self.architecture
+        )
+        base = self.architecture.defaults["rope_theta"]
+        if "rope_local_base_freq" in self.architecture.defaults:
+            base = self.get("rope_local_base_freq")
+        if not local:
+            local = {"rope_theta": base}
+        own, wrong = read_rope({"rope_parameters": local}, length, self.architecture)
+        if own != values and own["rope_type"] != "default":
+            wrong.append("sliding_attention must be scaled as full_attention is, or not at all")
+        values["window_rotary_base"] = None if own == values else own["rotary_base"]
+        return values, problems + wrong
 
     def biases(self) -> Options:
         """Return the bias options that the architecture's files always have or set by a key."""
@@ -352,51 +396,6 @@ class _Reading:
             option: value if self.flag(key) else FLAGS[option].default
             for key, (option, value) in self.architecture.switches.items()
         }
-
-    def window(self) -> int | None:
-        """Return the window of all layers; reject windows in only some."""
-        if "sliding_window" not in self.architecture.defaults:
-            return None
-        window = self.get("sliding_window")
-        if "use_sliding_window" not in self.architecture.defaults:
-            return window
-        window = window if self.flag("use_sliding_window") else None
-        num_layers, with_window = self.get("num_hidden_layers"), self._layers_with_window(window)
-        if with_window not in (0, num_layers):
-            self.problems.append(
-                f"a window in {with_window} of {num_layers} layers ({', '.join(_WINDOW_KEYS)}) cannot be expressed: "
-                "--window_size applies to every layer"
-            )
-        if with_window and window is None:
-            self.problems.append(
-                "layer_types says sliding_attention, but there is no window (use_sliding_window)"
-            )
-        return window if with_window else None
-
-    def _layers_with_window(self, window: Any) -> int:
-        """Count the layers with a window: listed in layer_types, or those from max_window_layers
-        on."""
-        types = self.get("layer_types")
-        first = self.get("max_window_layers")
-        num_layers = self.get("num_hidden_layers")
-        if not _is_count(num_layers):
-            return 0  # reported by `checked`
-        if types is None:
-            if not isinstance(first, int):
-                self.problems.append(f"max_window_layers is {shown(first)}; it must be a number")
-                return 0
-            return 0 if window is None else max(0, num_layers - max(0, first))
-        kinds = ("sliding_attention", "full_attention", "attention")
-        if (
-            not isinstance(types, list)
-            or len(types) != num_layers
-            or any(kind not in kinds for kind in types)
-        ):
-            self.problems.append(
-                f"layer_types {shown(types)}: it must be {' or '.join(kinds[:2])} for each layer"
-            )
-            return 0
-        return types.count("sliding_attention")
 
     def refuse_other_keys(self) -> None:
         """Report unknown keys, and constants with other values."""
@@ -435,8 +434,10 @@ def _power(value: Any, power: float) -> Any:
     return value**power if is_number and power != 1.0 and not isinstance(value, bool) else value
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _as_typed(value: float, default: Any) -> int | float:
+    """Return a number without what powers lose at its end; whole, of the type of the default."""
+    value = float(f"{value:.14g}")
+    return int(value) if value.is_integer() and isinstance(default, int) else value
 
 
 def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObject:
@@ -470,10 +471,12 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     if factor in content and content[factor] is None:
         content[factor] = model.kv_channels**-0.5
     content |= {
-        # as typed, with what powers lose at the end
-        key: float(f"{content[key] ** (1 / power):.14g}")
+        key: _as_typed(content[key] ** (1 / power), architecture.defaults[key])
         for key, power in POWERS.items()
         if key in content
+    }
+    content |= {
+        key: content[key] or None for key in map(architecture.key_of, _CAPS) if key in content
     }
     content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
@@ -481,9 +484,8 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
         "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
     )
     biases = biases_of(name, model)
-    content |= {key: biases[options[0]] for key, options in architecture.biases.items()} | _window(
-        name, model
-    )
+    content |= {key: biases[options[0]] for key, options in architecture.biases.items()}
+    content |= write_blocks(architecture, model)
     for key, (option, value) in architecture.switches.items():
         content[key] = getattr(model, option) == value
     if name == "gpt_bigcode":
@@ -495,19 +497,3 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
         )
         content |= write_rope(model, architecture)
     return content
-
-
-def _window(name: str, model: ModelConfig) -> JsonObject:
-    """Return the keys for a window in every layer or in none."""
-    defaults, window = ARCHITECTURES[name].defaults, model.window_size
-    if "sliding_window" not in defaults:
-        return {}
-    if "use_sliding_window" not in defaults:
-        return {"sliding_window": window}
-    kind = "full_attention" if window is None else "sliding_attention"
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": model.num_layers if window is None else 0,
-        "layer_types": [kind] * model.num_layers,
-    }

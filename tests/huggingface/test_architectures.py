@@ -47,6 +47,11 @@ def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
     """Return the same in the layout of transformers 4, with everything else that it writes."""
     content = dict(content)
     rope = dict(content.pop("rope_parameters", None) or {})
+    if "full_attention" in rope:
+        if content["model_type"] == "olmo3":  # version 4 has one base for all blocks
+            return {**VERSION_4, **content, "rope_parameters": rope}
+        content["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     if rope:
         old = "gpt_neox" == content["model_type"]
         content["rotary_emb_base" if old else "rope_theta"] = rope.pop("rope_theta")
@@ -76,7 +81,12 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
             rope = config.rope_parameters or {}
             part = rope.get("partial_rotary_factor")
             read = {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}
-            assert value == {**read, "rotary_emb_base": rope.get("rope_theta")}[key]
+            read["rotary_emb_base"] = rope.get("rope_theta")
+            bases = getattr(config, "default_theta", None)
+            bases = bases if isinstance(bases, dict) else {"global": bases}
+            read |= {"rope_theta": bases["global"], "rope_local_base_freq": bases.get("local")}
+            read |= {"sliding_window_pattern": getattr(config, "_sliding_window_pattern", None)}
+            assert value == read[key]
     assert model_values({"model_type": name}) == model_values(content_of(config))
 
 
@@ -118,9 +128,10 @@ def test_a_read_config_describes_the_model(family: str) -> None:
         "tie_word_embeddings": config.tie_word_embeddings,
         "window_size": getattr(config, "sliding_window", None),
         "hidden_dropout": dropouts.get(hidden, 0.0),
-        "qk_layernorm": kind in ("qwen3", "olmo2"),
+        "qk_layernorm": kind in ("qwen3", "olmo2", "olmo3", "gemma3_text"),
     }
     rope = getattr(config, "rope_parameters", None)
+    rope = rope and rope.get("full_attention", rope)
     if rope:
         names = {
             "rope_type": "rope_type",
@@ -246,9 +257,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_mrope": True}, "use_mrope is True; only False"),
     (
         "qwen2",
-        {"use_sliding_window": True, "max_window_layers": 28},
-        "a window in 4 of 32 layers (use_sliding_window, sliding_window, max_window_layers, layer_types)",
+        {"use_sliding_window": True, "max_window_layers": "all"},
+        "max_window_layers is 'all'; it must be a number",
     ),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]; it must say 0 or 1"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must say 0 or 1"),
+    ("gemma3_text", {"sliding_window_pattern": "LG"}, "sliding_window_pattern is 'LG'; it must be"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "default"}},
+        "it must have full_attention and",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "sliding_attention must be scaled as full_attention is, or not at all",
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None"),
     (
         "qwen3",
         {"layer_types": ["full_attention"]},
@@ -499,10 +524,10 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "llama",
-        {"add_linear_biases": True, "window_size": 7},
+        {"add_linear_biases": True, "window_size": 7, "logit_soft_cap": 5.0},
         [
-            "LlamaForCausalLM: --window_size=none (not 7)\n",
-            "MistralForCausalLM: --add_linear_biases=0 (not 1)",
+            "LlamaForCausalLM: --logit_soft_cap=0 (not 5), --window_size=none (not 7)\n",
+            "MistralForCausalLM: --logit_soft_cap=0 (not 5), --add_linear_biases=0 (not 1)",
         ],
     ),
     ("llama", {"use_position_embeddings": True}, ["--use_position_embeddings=0 (not 1)"]),

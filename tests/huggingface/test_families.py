@@ -38,6 +38,8 @@ SEEDS = {
     "gpt_bigcode, multi-query": 2,
     "qwen2, yarn": 2,
     "qwen2, window, tied": 2,
+    "olmo3, yarn in full blocks": 2,
+    "gemma3_text": 4,
 }
 
 

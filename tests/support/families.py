@@ -47,6 +47,13 @@ _LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
 ) | dict(original_max_position_embeddings=16)
 _YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
+_DEFAULT_ROPE = dict(rope_type="default", rope_theta=200.0)
+_GEMMA2: dict[str, Any] = (
+    _LLAMA
+    | dict(model_type="gemma2", hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    | dict(head_dim=10, query_pre_attn_scalar=12, sliding_window=7)
+    | dict(final_logit_softcapping=5.0, attn_logit_softcapping=2.0)
+)
 _LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 
 # Name -> what the transformers config of its `model_type` is made with. Names begin with the
@@ -167,6 +174,39 @@ FAMILIES |= {
     "granite, usual factors, biases, tied": _LLAMA
     | dict(model_type="granite", num_key_value_heads=5, tie_word_embeddings=True)
     | dict(attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE),
+    "olmo3, yarn in full blocks": _LLAMA
+    | dict(model_type="olmo3", hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    | dict(num_hidden_layers=3, sliding_window=7)
+    | dict(layer_types=["sliding_attention", "full_attention", "full_attention"])
+    | dict(rope_parameters=dict(full_attention=_YARN, sliding_attention=_DEFAULT_ROPE)),
+    "olmo3, every fourth block full, biases, tied": _LLAMA
+    | dict(model_type="olmo3", num_hidden_layers=4, num_key_value_heads=5, sliding_window=5)
+    | dict(attention_bias=True, tie_word_embeddings=True),
+    "smollm3": _LLAMA
+    | dict(model_type="smollm3", num_hidden_layers=4, num_key_value_heads=1)
+    | dict(rope_parameters=_DEFAULT_ROPE),
+    "smollm3, window where none rotates, biases, untied": _LLAMA
+    | dict(
+        model_type="smollm3", num_hidden_layers=3, num_key_value_heads=5, no_rope_layers=[0, 1, 1]
+    )
+    | dict(use_sliding_window=True, sliding_window=7, attention_bias=True, mlp_bias=True)
+    | dict(tie_word_embeddings=False, rope_parameters=_LINEAR),
+    "gemma": _LLAMA | dict(model_type="gemma", num_key_value_heads=1, head_dim=8),
+    "gemma, untied, biases": _LLAMA
+    | dict(model_type="gemma", num_attention_heads=4, num_key_value_heads=2, head_dim=10)
+    | dict(attention_bias=True, tie_word_embeddings=False, rope_parameters=_DEFAULT_ROPE),
+    "gemma2": _GEMMA2 | dict(num_hidden_layers=3),
+    "gemma2, no caps, untied": _GEMMA2
+    | dict(final_logit_softcapping=None, attn_logit_softcapping=None, tie_word_embeddings=False)
+    | dict(layer_types=["full_attention", "sliding_attention"], query_pre_attn_scalar=20),
+    "gemma3_text": _GEMMA2
+    | dict(model_type="gemma3_text", num_hidden_layers=3, attn_logit_softcapping=None)
+    | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+    | dict(rope_parameters=dict(full_attention=_LINEAR, sliding_attention=_DEFAULT_ROPE)),
+    "gemma3_text, one base, biases": _GEMMA2
+    | dict(model_type="gemma3_text", attn_logit_softcapping=None, final_logit_softcapping=None)
+    | dict(layer_types=["sliding_attention", "full_attention"], attention_bias=True)
+    | dict(rope_parameters=dict(full_attention=_DEFAULT_ROPE, sliding_attention=_DEFAULT_ROPE)),
 }
 
 
@@ -195,6 +235,8 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Draw weights large enough for a mistake in any parameter to show in the logits, which stay
     below 10."""
+    # Gemma stores the weights of norms minus 1.
+    middle = 0.0 if str(model.config.model_type).startswith("gemma") else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -202,7 +244,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(value * 0.2)
             else:
-                parameter.copy_(value * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+                parameter.copy_(value * 0.3 + (0.0 if name.endswith("bias") else middle))
 
 
 def write_folder(
