@@ -169,6 +169,12 @@ olmo3 Olmo3ForCausalLM olmo2
   only    window_rotary_base=-
   full    every=4
 
+exaone4 Exaone4ForCausalLM llama
+  key     vocab_size=102400 num_key_value_heads=32 intermediate_size=16384 rms_norm_eps=1e-5
+  key     attention_bias=- mlp_bias=- sliding_window=4096 sliding_window_pattern=4 layer_types=null
+  must    rope_interleaved=-
+  only    norm_placement=post qk_layernorm=true rotary_pattern=windows
+
 smollm3 SmolLM3ForCausalLM llama
   key     vocab_size=128256 hidden_size=2048 num_hidden_layers=36 num_attention_heads=16
   key     num_key_value_heads=4 max_position_embeddings=32768 tie_word_embeddings=true

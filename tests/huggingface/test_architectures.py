@@ -128,7 +128,7 @@ def test_a_read_config_describes_the_model(family: str) -> None:
         "tie_word_embeddings": config.tie_word_embeddings,
         "window_size": getattr(config, "sliding_window", None),
         "hidden_dropout": dropouts.get(hidden, 0.0),
-        "qk_layernorm": kind in ("qwen3", "olmo2", "olmo3", "gemma3_text"),
+        "qk_layernorm": kind in ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3_text"),
     }
     rope = getattr(config, "rope_parameters", None)
     rope = rope and rope.get("full_attention", rope)

@@ -182,6 +182,13 @@ FAMILIES |= {
     "olmo3, every fourth block full, biases, tied": _LLAMA
     | dict(model_type="olmo3", num_hidden_layers=4, num_key_value_heads=5, sliding_window=5)
     | dict(attention_bias=True, tie_word_embeddings=True),
+    "exaone4": _LLAMA
+    | dict(model_type="exaone4", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
+    | dict(num_hidden_layers=3, sliding_window=7, rope_parameters=_LLAMA3_ROPE)
+    | dict(layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    "exaone4, no window, tied": _LLAMA
+    | dict(model_type="exaone4", num_key_value_heads=1, sliding_window=None)
+    | dict(layer_types=["full_attention"] * 2, tie_word_embeddings=True),
     "smollm3": _LLAMA
     | dict(model_type="smollm3", num_hidden_layers=4, num_key_value_heads=1)
     | dict(rope_parameters=_DEFAULT_ROPE),
