@@ -175,6 +175,13 @@ exaone4 Exaone4ForCausalLM llama
   must    rope_interleaved=-
   only    norm_placement=post qk_layernorm=true rotary_pattern=windows
 
+seed_oss SeedOssForCausalLM llama
+  key     vocab_size=155136 num_hidden_layers=64 num_attention_heads=80 num_key_value_heads=8
+  key     head_dim=128 intermediate_size=27648 max_position_embeddings=524288
+  key     attention_dropout=0.1 residual_dropout=0.1 attention_bias=true attention_out_bias=false
+  must    rope_interleaved=-
+  biases  attention_bias=add_qkv_biases attention_out_bias=add_linear_biases
+
 smollm3 SmolLM3ForCausalLM llama
   key     vocab_size=128256 hidden_size=2048 num_hidden_layers=36 num_attention_heads=16
   key     num_key_value_heads=4 max_position_embeddings=32768 tie_word_embeddings=true

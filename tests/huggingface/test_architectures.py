@@ -162,6 +162,7 @@ def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
     simpler = {
         "mistral, yarn, tied": "llama",
         "phi3": "llama",
+        "seed_oss": "qwen2",
         "gpt_bigcode, multi-head, untied": "gpt2",
     }
     expected = simpler.get(family, FAMILIES[family]["model_type"])

@@ -47,6 +47,14 @@ _LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
 ) | dict(original_max_position_embeddings=16)
 _YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
+_SEED_OSS = _LLAMA | dict(
+    model_type="seed_oss",
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=10,
+    attention_dropout=0.0,
+    residual_dropout=0.0,
+)
 _DEFAULT_ROPE = dict(rope_type="default", rope_theta=200.0)
 _GEMMA2: dict[str, Any] = (
     _LLAMA
@@ -189,6 +197,10 @@ FAMILIES |= {
     "exaone4, no window, tied": _LLAMA
     | dict(model_type="exaone4", num_key_value_heads=1, sliding_window=None)
     | dict(layer_types=["full_attention"] * 2, tie_word_embeddings=True),
+    "seed_oss": _SEED_OSS,
+    "seed_oss, bias of the output, no others, tied": _SEED_OSS
+    | dict(attention_bias=False, attention_out_bias=True, tie_word_embeddings=True),
+    "seed_oss, biases of the MLP": _SEED_OSS | dict(num_key_value_heads=2, mlp_bias=True),
     "smollm3": _LLAMA
     | dict(model_type="smollm3", num_hidden_layers=4, num_key_value_heads=1)
     | dict(rope_parameters=_DEFAULT_ROPE),
