@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.config import Options, unflatten
 from megatron_lite.config.source import PRESETS
-from megatron_lite.config.values import FLAGS, parse_value, written
+from megatron_lite.config.values import FLAGS, parse_list, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.architectures import check_exportable
@@ -114,8 +114,10 @@ def with_preset(given: Options) -> tuple[Options, tuple[Note, ...]]:
     name = given.get("model")
     if name is None:
         return dict(given), ()
-    pairs = (flag.split("=") for flag in PRESETS[name].split())
-    values = {option: parse_value(FLAGS[option], text) for option, text in pairs}
+    values: Options = {}
+    for option, text in (words.split("=") for words in PRESETS[name].split()):
+        flag = FLAGS[option]
+        values[option] = parse_list(flag, [text]) if flag.is_list else parse_value(flag, text)
     preset = _brought_along(values, given)
     flags = " ".join(f"--{option}={written(value)}" for option, value in preset.items())
     overridden = [f"--{option}={written(given[option])}" for option in preset if option in given]

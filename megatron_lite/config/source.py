@@ -71,6 +71,23 @@ PRESETS: Mapping[str, str] = MappingProxyType(
         "add_linear_biases=1 gated=0 activation_type=gelu tie_word_embeddings=1 use_rotary_embeddings=1 "
         "rotary_base=999999.4420358813 window_size=4096 hidden_dropout=0.1 attention_dropout=0.1 "
         "init_method_std=0.018042",
+        "qwen3-0.6b": f"{_LLAMA} num_layers=28 hidden_size=1024 num_attention_heads=16 head_groups=8 kv_channels=128 "
+        "ffn_hidden_size=3072 vocab_size=151936 max_position_embeddings=40960 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 qk_layernorm=1 tie_word_embeddings=1",
+        "smollm2-135m": f"{_LLAMA} num_layers=30 hidden_size=576 num_attention_heads=9 head_groups=3 "
+        "ffn_hidden_size=1536 vocab_size=49152 max_position_embeddings=8192 rotary_base=100000 tie_word_embeddings=1 "
+        "init_method_std=0.041666666666666664",
+        "smollm3-3b": f"{_LLAMA} num_layers=36 hidden_size=2048 num_attention_heads=16 head_groups=4 "
+        "ffn_hidden_size=11008 vocab_size=128256 max_position_embeddings=65536 rotary_base=5000000 "
+        "rotary_pattern=rotary,rotary,rotary,none layer_norm_eps=1e-6 tie_word_embeddings=1",
+        "olmo-2-1b": f"{_LLAMA} num_layers=16 hidden_size=2048 num_attention_heads=16 ffn_hidden_size=8192 "
+        "vocab_size=100352 max_position_embeddings=4096 rotary_base=500000 layer_norm_eps=1e-6 norm_placement=post "
+        "qk_layernorm=1 qk_norm_scope=all",
+        "gemma-3-270m": f"{_LLAMA} num_layers=18 hidden_size=640 num_attention_heads=4 head_groups=1 kv_channels=256 "
+        "ffn_hidden_size=2048 vocab_size=262144 max_position_embeddings=32768 rotary_base=1000000 "
+        "window_rotary_base=10000 window_size=512 attention_pattern=window,window,window,window,window,full "
+        "activation_type=gelu layer_norm_eps=1e-6 norm_placement=both qk_layernorm=1 zero_centered_normalization=1 "
+        "embedding_scale=25.298221281347036 attention_scale=0.0625 tie_word_embeddings=1",
         "pythia-160m": f"{_PYTHIA} num_layers=12 hidden_size=768 num_attention_heads=12 ffn_hidden_size=3072",
         "pythia-1.4b": f"{_PYTHIA} num_layers=24 hidden_size=2048 num_attention_heads=16 ffn_hidden_size=8192",
         "granite-3.3-2b": f"{_LLAMA} num_layers=40 hidden_size=2048 num_attention_heads=32 head_groups=8 "

@@ -30,6 +30,9 @@ def flags_of(architecture: Architecture) -> Iterator[str]:
         if not name.endswith(("biases", "position_embeddings"))
         and value != DERIVED.get(name, FLAGS[name].default)
     }
+    scale = architecture.embedding_scale(FLAGS["hidden_size"].default)
+    if scale is not None:
+        needed["embedding_scale"] = scale
     always = architecture.always_biased
     if "add_linear_biases" not in always:
         needed |= {"add_linear_biases": False} | dict.fromkeys(always, True)
