@@ -45,7 +45,7 @@ ACTIVATION_ALIASES = {
     "relu_squared": "squared_relu",
     "linear": "identity",
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 RECOMPUTE_LEVELS = ("none", "activation", "full")
 ATTENTION_BACKENDS = ("auto", "flash", "flash3", "flash4", "cudnn", "varlen", "flex", "math")
 
@@ -61,6 +61,7 @@ def _read_by(*types: str) -> tuple[Rule]:
 
 
 YARN, LLAMA3 = _read_by("yarn"), _read_by("llama3")
+LONGROPE = _read_by("longrope")
 norm_weight_option = idle_unless("use_layer_norm_weight")
 
 
@@ -140,15 +141,25 @@ class ModelConfig(Area):
         needs=ROTATED,
     )
     rope_factor: float | None = optional(
-        "linear, llama3, yarn: factor by which the context grows",
-        "yarn: max_position_embeddings / rope_original_max_position_embeddings",
+        "linear, llama3, yarn, longrope: factor by which the context grows",
+        "yarn, longrope: max_position_embeddings / rope_original_max_position_embeddings",
         minimum=1.0,
-        needs=_read_by("linear", "llama3", "yarn"),
+        needs=_read_by("linear", "llama3", "yarn", "longrope"),
     )
     rope_original_max_position_embeddings: PositiveInt | None = optional(
-        "llama3, yarn: context length before scaling",
-        "llama3, yarn: max_position_embeddings",
-        needs=_read_by("llama3", "yarn"),
+        "llama3, yarn, longrope: context length before scaling",
+        "llama3, yarn, longrope: max_position_embeddings",
+        needs=_read_by("llama3", "yarn", "longrope"),
+    )
+    rope_short_factor: tuple[PositiveFloat, ...] = option(
+        (),
+        "longrope: factor on each wavelength, with a sequence_length up to the original length",
+        needs=LONGROPE,
+    )
+    rope_long_factor: tuple[PositiveFloat, ...] = option(
+        (),
+        "longrope: factor on each wavelength, with a sequence_length beyond the original length",
+        needs=LONGROPE,
     )
     rope_low_freq_factor: PositiveFloat | None = optional(
         "llama3: fully scale wavelengths above original length / this", "llama3: 1", needs=LLAMA3
@@ -167,7 +178,9 @@ class ModelConfig(Area):
         needs=YARN,
     )
     rope_attention_factor: PositiveFloat | None = optional(
-        "yarn: factor on cos and sin", "yarn: from rope_factor and any mscales", needs=YARN
+        "yarn, longrope: factor on cos and sin",
+        "yarn, longrope: from rope_factor, original length and any mscales",
+        needs=_read_by("yarn", "longrope"),
     )
     rope_mscale: PositiveFloat | None = optional(
         "yarn: scale of log(rope_factor) in the numerator of the attention factor",

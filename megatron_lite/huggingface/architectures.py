@@ -145,7 +145,7 @@ phi3 Phi3ForCausalLM llama
   key     rms_norm_eps=1e-5 resid_pdrop=0.0 embd_pdrop=0.0 sliding_window=null attention_bias=-
   key     mlp_bias=- partial_rotary_factor=1.0 original_max_position_embeddings=4096
   must    rope_interleaved=-
-  only    rotary_percent=- rope_type=default
+  only    rotary_percent=- rope_type=default|longrope
   name    attention.query_key_value=self_attn.qkv_proj mlp.up=mlp.gate_up_proj
 
 glm4 Glm4ForCausalLM llama
@@ -427,7 +427,7 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     for name, value in ARCHITECTURES[architecture].fixed.items():
         actual = getattr(model, name)
         assert actual is not None or FLAGS[name].optional, f"{name} is not resolved"
-        if actual != value:
+        if not allowed(value, actual):
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
     table = ARCHITECTURES[architecture]
     if table.rotates_windows and not all(
@@ -457,6 +457,11 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     if architecture in ("llama", "gemma2", "gemma3_text") and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs
+
+
+def allowed(value: Any, actual: Any) -> bool:
+    """Return whether a family has `actual`: a fixed value, or one of several, as in `a|b`."""
+    return actual in value.split("|") if isinstance(value, str) else actual == value
 
 
 def shown(value: Any) -> str:

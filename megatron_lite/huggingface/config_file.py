@@ -21,6 +21,7 @@ from megatron_lite.huggingface.architectures import (
     ARCHITECTURES,
     POWERS,
     Architecture,
+    allowed,
     biases_of,
     check_exportable,
     shown,
@@ -46,19 +47,25 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": ("factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"),
 }
 ROPE_OPTIONS = tuple(dict.fromkeys(f"rope_{name}" for names in _NAMES.values() for name in names))
-_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 def _rope_keys(architecture: Architecture) -> dict[str, str]:
-    """Return the family's keys beside rope_parameters for two of its names; empty: has no such
+    """Return the family's keys beside rope_parameters for some of its names; empty: has no such
     key."""
     has_other_base = "rotary_emb_base" in architecture.defaults
     part = architecture.key_of("rotary_percent")
     return {
         "rope_theta": "rotary_emb_base" if has_other_base else "rope_theta",
         "partial_rotary_factor": part if part in architecture.defaults else "",
+        _ORIGINAL: _ORIGINAL if _ORIGINAL in architecture.defaults else "",
     }
 
 
@@ -75,6 +82,8 @@ def read_rope(
     problems: list[str] = []
     keys = _rope_keys(architecture)
     stated = {name: content.get(key) for name, key in keys.items()}
+    if keys[_ORIGINAL]:
+        stated[_ORIGINAL] = content.get(_ORIGINAL, architecture.defaults[_ORIGINAL])
     for key in ("rope_scaling", "rope_parameters"):
         given = content.get(key)
         if given is not None and not isinstance(given, dict):
@@ -122,9 +131,10 @@ def _read_rope_object(
         values[option] = given.pop(name, beside)
         if beside is not None and beside != values[option]:
             problems.append(f"{name} is {shown(beside)}, but {shown(values[option])} in {key}")
-    values |= dict.fromkeys(ROPE_OPTIONS)
+    values |= {option: FLAGS[option].default for option in ROPE_OPTIONS}
     if not isinstance(kind, str) or kind not in _NAMES:
-        problems.append(f"{key}: rope_type {shown(kind)} is not known; known: {', '.join(_NAMES)}")
+        why = "rotates by the length of each text" if kind == "dynamic" else "is not known"
+        problems.append(f"{key}: rope_type {shown(kind)} {why}; known: {', '.join(_NAMES)}")
         return values, problems
     # transformers ignores other types' names, and one that the first YaRN models have.
     known = (*ROPE_OPTIONS, "rope_finetuned")
@@ -135,20 +145,30 @@ def _read_rope_object(
         if name not in given
     ]
     if _ORIGINAL in _NAMES[kind]:
-        given.setdefault(_ORIGINAL, length)
+        beside = stated[_ORIGINAL]
+        given.setdefault(_ORIGINAL, length if beside is None else beside)
+        if beside not in (None, given[_ORIGINAL]):
+            problems.append(
+                f"{_ORIGINAL} is {shown(beside)}, but {shown(given[_ORIGINAL])} in {key}"
+            )
+    if kind in ("yarn", "longrope"):
+        _derive_factor(given, length)
     if kind == "yarn":
-        _derive_yarn(given, length)
+        _derive_yarn(given)
     values |= {f"rope_{name}": given[name] for name in _NAMES[kind] if name in given}
     return values, problems
 
 
-def _derive_yarn(given: JsonObject, length: Any) -> None:
-    """Fill in the values that transformers derives, and drop those that it ignores."""
+def _derive_factor(given: JsonObject, length: Any) -> None:
     original = given[_ORIGINAL]
     if "factor" not in given and all(
         isinstance(n, int) and 0 < n <= LARGEST_INTEGER for n in (length, original)
     ):
         given["factor"] = length / original
+
+
+def _derive_yarn(given: JsonObject) -> None:
+    """Fill in the values that transformers derives, and drop those that it ignores."""
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         given[name] = given.get(name) or default
     given["truncate"] = given.get("truncate", True) or False
@@ -165,7 +185,7 @@ def write_rope(model: ModelConfig, architecture: Architecture) -> JsonObject:
     """
     kind, base = model.rope_type, model.rotary_base
     values = {
-        name: value
+        name: list(value) if isinstance(value, tuple) else value
         for name in _NAMES[kind]
         if (value := getattr(model, f"rope_{name}")) is not None
     }
@@ -176,7 +196,13 @@ def write_rope(model: ModelConfig, architecture: Architecture) -> JsonObject:
     keys = _rope_keys(architecture)
     if keys["partial_rotary_factor"]:
         parameters["partial_rotary_factor"] = model.rotary_percent
-    found = {keys["rope_theta"]: base, "rope_scaling": scaling, "rope_parameters": parameters}
+    found: JsonObject = {
+        keys["rope_theta"]: base,
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
+    }
+    if keys[_ORIGINAL] and _ORIGINAL in values:
+        found[_ORIGINAL] = values[_ORIGINAL]
     if "window_rotary_base" not in architecture.fixed:
         own = model.window_rotary_base
         local = parameters if own is None else {"rope_type": "default", "rope_theta": own}
@@ -254,7 +280,7 @@ def model_values(content: JsonObject) -> Options:
     reading.problems += [
         f"{reading.architecture.key_of(option)} is {shown(values[option])}; only {shown(value)} can be expressed"
         for option, value in ARCHITECTURES[name].fixed.items()
-        if values[option] != value
+        if not allowed(value, values[option])
     ]
     reading.refuse_other_keys()
     values = {option: reading.checked(option, value) for option, value in values.items()}
@@ -418,14 +444,16 @@ class _Reading:
     def checked(self, option: str, value: Any) -> Any:
         """Return a value after checking the type and bounds of its option; report problems under
         its key."""
-        if value is None and FLAGS[option].optional:
-            return None
+        if (value is None and FLAGS[option].optional) or isinstance(value, tuple):
+            return value
         try:
             check_value(FLAGS[option], list(value) if isinstance(value, tuple) else value)
         except BadValueError as error:
             key = self.architecture.key_of(option)
             self.problems.append(f"{key} is {shown(self.content.get(key, value))}: {error}")
             return None
+        if isinstance(value, list):
+            return tuple(map(float, value)) if FLAGS[option].kind == "float" else tuple(value)
         return float(value) if FLAGS[option].kind == "float" else value
 
 

@@ -11,6 +11,8 @@ scaled by `factor`:
     yarn     1 / w for pairs before the one that turns `beta_fast` times over the original length, 1 / w / factor after
              the one that turns `beta_slow` times, a ramp over j in between; cos and sin times an attention factor
              (Peng et al. 2023)
+    longrope 1 / w / a factor of its own for each pair, which depends on whether the table is longer than the original
+             length; cos and sin times an attention factor    (Ding et al. 2024)
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Rotary:
         return self._tables
 
     def _table(self, config: ModelConfig, device: torch.device) -> Table:
-        frequencies = rotary_frequencies(config, config.rotated_channels, device)
+        frequencies = rotary_frequencies(config, config.rotated_channels, device, self._length)
         cos, sin = angle_table(frequencies, self._length)
         factor = attention_factor(config)
         return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
@@ -75,11 +77,19 @@ def _rows(table: Table, positions: Tensor) -> Table:
     return cos[positions], sin[positions]
 
 
-def rotary_frequencies(model: ModelConfig, channels: int, device: torch.device) -> Tensor:
-    """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model."""
+def rotary_frequencies(
+    model: ModelConfig, channels: int, device: torch.device, length: int = 0
+) -> Tensor:
+    """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model and
+    a table of `length` positions."""
     waves = wavelengths(channels, model.rotary_base, device)
     if model.rope_type == "default":
         return 1.0 / waves
+    if model.rope_type == "longrope":
+        assert model.rope_original_max_position_embeddings is not None
+        is_long = length > model.rope_original_max_position_embeddings
+        factors = model.rope_long_factor if is_long else model.rope_short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * waves)
     assert model.rope_factor is not None
     return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[model.rope_type](
         model, waves, model.rope_factor
@@ -126,11 +136,16 @@ def _ramp(model: ModelConfig, channels: int) -> tuple[float, float]:
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """Return the factor on cos and sin: 1 except with YaRN, which sharpens attention scores."""
-    if model.rope_type != "yarn":
+    """Return the factor on cos and sin: 1 except with YaRN and LongRoPE, which sharpen attention
+    scores."""
+    if model.rope_type not in ("yarn", "longrope"):
         return 1.0
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
+    if model.rope_type == "longrope":
+        factor, original = model.rope_factor, model.rope_original_max_position_embeddings
+        assert factor is not None and original is not None
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if model.rope_mscale and model.rope_mscale_all_dim:
         return _sharpness(model, model.rope_mscale) / _sharpness(model, model.rope_mscale_all_dim)
     return _sharpness(model, 1)

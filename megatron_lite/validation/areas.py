@@ -58,7 +58,7 @@ def model(draft: Draft) -> Problems:
     fill(draft, add_qkv_biases=draft.add_linear_biases, add_mlp_biases=draft.add_linear_biases)
     fill(draft, use_position_embeddings=not draft.use_rotary_embeddings)
     # they derive numbers from it
-    scaled = draft.use_rotary_embeddings and draft.rope_type in ("llama3", "yarn")
+    scaled = draft.use_rotary_embeddings and draft.rope_type in ("llama3", "yarn", "longrope")
     fill(draft, max_position_embeddings=max(2048 if scaled else 1, draft.sequence_length))
     if draft.use_position_embeddings and draft.sequence_length > draft.max_position_embeddings:
         rule = (
@@ -114,6 +114,8 @@ def _rotary(draft: Draft) -> Problems:
         yield from _llama3(draft)
     elif draft.rope_type == "yarn":
         yield from _yarn(draft)
+    elif draft.rope_type == "longrope":
+        yield from _longrope(draft)
     if draft.rope_type != "default":
         yield from _scaling(draft)
 
@@ -183,11 +185,20 @@ def _yarn(draft: Draft) -> Problems:
         yield " ".join(("rope_attention_factor", *scales)), rule
 
 
+def _longrope(draft: Draft) -> Problems:
+    pairs = draft.rotated_channels // 2
+    for name in ("rope_short_factor", "rope_long_factor"):
+        if len(getattr(draft, name)) != pairs:
+            rule = f"takes {pairs} numbers, one for each pair of rotated channels"
+            yield name, rule, "rope_type kv_channels rotary_percent"
+
+
 def _scaling(draft: Draft) -> Problems:
     """Derive the original length (max_position_embeddings) and YaRN's factor (the quotient), like
     Hugging Face."""
     longest, original = draft.max_position_embeddings, draft.rope_original_max_position_embeddings
-    if draft.rope_factor is None and draft.rope_type == "yarn" and original is not None:
+    derives = draft.rope_type in ("yarn", "longrope")
+    if draft.rope_factor is None and derives and original is not None:
         if longest < original:
             rule = "their quotient, rope_factor, must be >= 1; raise --max_position_embeddings, or write --rope_factor"
             names = "max_position_embeddings rope_original_max_position_embeddings"
@@ -195,11 +206,7 @@ def _scaling(draft: Draft) -> Problems:
             return
         draft.rope_factor = longest / original
     if draft.rope_factor is None:
-        alternative = (
-            " or --rope_original_max_position_embeddings=<positions>"
-            if draft.rope_type == "yarn"
-            else ""
-        )
+        alternative = " or --rope_original_max_position_embeddings=<positions>" if derives else ""
         yield (
             "rope_type",
             f"the scaling factor is missing; write --rope_factor=<factor>{alternative}",

@@ -167,3 +167,26 @@ def test_plain_tables_are_as_ever() -> None:
     stretched = dataclasses.replace(model, rope_type="linear", rope_factor=2.0)
     halved = Rotary(stretched, 9).tables(torch.empty(0)).full
     assert all(torch.equal(a[::2], b[:5]) for a, b in zip(halved, expected, strict=True))
+
+
+def test_longrope_frequencies_are_those_of_transformers() -> None:
+    """Short and long factors by the length of the table, and the factor on cos and sin."""
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    short, long = ([scale + pair / 8 for pair in range(24)] for scale in (1.0, 2.0))
+    more = dict(rotary_percent=0.75, rope_original_max_position_embeddings=16)
+    more |= dict(rope_short_factor=tuple(short), rope_long_factor=tuple(long))
+    model = resolved(rope_type="longrope", max_position_embeddings=64, **more)
+    rope = dict(rope_type="longrope", short_factor=short, long_factor=long)
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=1,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters=rope | dict(partial_rotary_factor=0.75),
+    )
+    for length in (16, 17):
+        expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, CPU, seq_len=length)
+        found = rotary_frequencies(model, 48, CPU, length)
+        assert torch.equal(found, expected) and attention_factor(model) == factor

@@ -62,6 +62,12 @@ _GEMMA2: dict[str, Any] = (
     | dict(head_dim=10, query_pre_attn_scalar=12, sliding_window=7)
     | dict(final_logit_softcapping=5.0, attn_logit_softcapping=2.0)
 )
+_LONGROPE = dict(
+    rope_type="longrope",
+    partial_rotary_factor=0.75,
+    short_factor=[1.0, 1.1, 1.2],
+    long_factor=[1.5, 2.0, 4.0],
+)
 _LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 
 # Name -> what the transformers config of its `model_type` is made with. Names begin with the
@@ -171,6 +177,9 @@ FAMILIES |= {
     | dict(model_type="phi3", hidden_size=60, num_attention_heads=6, num_key_value_heads=3)
     | dict(sliding_window=7, pad_token_id=None, tie_word_embeddings=True)
     | dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.6)),
+    "phi3, longrope": _LLAMA
+    | dict(model_type="phi3", hidden_size=40, num_key_value_heads=1, pad_token_id=None)
+    | dict(original_max_position_embeddings=48, rope_parameters=_LONGROPE),
     "glm4": _LLAMA | dict(model_type="glm4", num_key_value_heads=5, head_dim=8, pad_token_id=None),
     "glm4, linear rope, no biases, tied": _LLAMA
     | dict(model_type="glm4", num_attention_heads=6, num_key_value_heads=3, head_dim=10)

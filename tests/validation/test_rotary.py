@@ -53,7 +53,8 @@ def test_a_rope_is_filled_in_as_far_as_its_type_reads_it(
     options: dict[str, Any], filled: tuple[Any, ...]
 ) -> None:
     found = model(**options)
-    names = [name for name in vars(found) if name.startswith("rope_") and name != "rope_type"]
+    others = ("rope_type", "rope_short_factor", "rope_long_factor")
+    names = [name for name in vars(found) if name.startswith("rope_") and name not in others]
     assert filled == tuple(getattr(found, name) for name in names)
 
 
@@ -76,8 +77,10 @@ REFUSED = """
 --rope_type=ntk
     --rope_type=ntk: takes default, linear, llama3, yarn
 --rope_factor=2
-    --rope_factor=2, --rope_type=default: this type does not use it; write --rope_type=linear, llama3 or yarn, or leave
-    rope_factor out
+    --rope_factor=2, --rope_type=default: this type does not use it; write --rope_type=linear, llama3, yarn or longrope, or
+    leave rope_factor out
+--rope_type=longrope --rope_factor=2 --rope_short_factor=1,2 --rope_long_factor=1,2,3,4,5
+    --rope_short_factor=1,2: takes 5 numbers, one for each pair of rotated channels
 --rope_type=linear
     --rope_type=linear: the scaling factor is missing; write --rope_factor=<factor>
 --rope_type=llama3 --rope_original_max_position_embeddings=64
