@@ -39,6 +39,7 @@ SEEDS = {
     "qwen2, yarn": 2,
     "qwen2, window, tied": 2,
     "olmo3, yarn in full blocks": 2,
+    "gemma2, no caps, untied": 1,
     "gemma3_text": 4,
 }
 
