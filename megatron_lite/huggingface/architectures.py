@@ -40,7 +40,7 @@ ACTIVATIONS = MappingProxyType(
 #   must    keys of config.json, with the only value that we can express
 #   only    our options that have only one value in the family; biases and windows follow from the keys.
 #           embedding_scale=width is the root of hidden_size; rotary_pattern=windows rotates blocks with
-#           a window alone, unless no block has one
+#           a window alone, unless no block has one; windows_alone: even then
 #   true    keys of config.json that are true or false, with an option and its value if true
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
@@ -220,6 +220,20 @@ granite GraniteForCausalLM llama
   key     logits_scaling=1.0
   must    rope_interleaved=-
   only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
+
+cohere2 Cohere2ForCausalLM llama
+  key     vocab_size=256000 hidden_size=8192 num_hidden_layers=40 num_attention_heads=64
+  key     head_dim=- intermediate_size=22528 max_position_embeddings=8192 logit_scale=0.0625
+  key     tie_word_embeddings=true rms_norm_eps=- layer_norm_eps=1e-5 mlp_bias=-
+  key     sliding_window=4096 layer_types=null
+  full    every=4
+  must    sliding_window_pattern=4 rope_interleaved=- use_embedding_sharing=true use_gated_activation=true
+  must    use_parallel_block=true use_parallel_embedding=false use_qk_norm=false rotary_pct=1.0
+  must    position_embedding_type=rope_gptj layer_switch=4
+  must    order_of_interleaved_layers=local_attn_first
+  only    normalization_type=layer_norm use_layer_norm_bias=false parallel_branches=one_norm
+  only    logit_scale=- rotary_pattern=windows_alone
+  rows    rotary=interleaved
 """
 # Keys of config.json that are a single option by another name.
 _OPTIONS = MappingProxyType(
@@ -295,14 +309,19 @@ class Architecture:
         plain = {
             option: value
             for option, value in self.only.items()
-            if value not in ("width", "windows")
+            if value not in ("width", "windows", "windows_alone")
         }
         return plain | absent
 
     @property
     def rotates_windows(self) -> bool:
         """Whether only blocks with a window rotate, unless no block has one."""
-        return self.only.get("rotary_pattern") == "windows"
+        return self.only.get("rotary_pattern") == "windows" or self.never_rotates_others
+
+    @property
+    def never_rotates_others(self) -> bool:
+        """Whether only blocks with a window rotate, even if no block has one."""
+        return self.only.get("rotary_pattern") == "windows_alone"
 
     def embedding_scale(self, hidden_size: int) -> float | None:
         """Return the factor on embeddings that follows from the width; None: another one may be
@@ -431,7 +450,8 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
     table = ARCHITECTURES[architecture]
     if table.rotates_windows and not all(
-        model.rotates(block) == (window is not None or not any(model.windows))
+        model.rotates(block)
+        == (window is not None or not (table.never_rotates_others or any(model.windows)))
         for block, window in enumerate(model.windows)
     ):
         needs.append("a --rotary_pattern that rotates blocks with a window alone")

@@ -42,7 +42,8 @@ def read_blocks(keys: Keys) -> Options:
     if any(windows):
         kinds = ["window" if has_window else "full" for has_window in windows]
         found |= {"window_size": window, "attention_pattern": repeating(kinds, "window")}
-    if keys.architecture.rotates_windows and window is not None:
+    rotates_all = window is None and not keys.architecture.never_rotates_others
+    if keys.architecture.rotates_windows and not rotates_all:
         kinds = ["rotary" if has_window else "none" for has_window in windows]
         found["rotary_pattern"] = repeating(kinds, "rotary")
     return found

@@ -242,7 +242,7 @@ _MEANINGLESS = frozenset(
     n_ctx output_past summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner
     max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache validate_runner_input
-    classifier_dropout _sliding_window_pattern max_window_layers
+    classifier_dropout head_dim cache_implementation _sliding_window_pattern max_window_layers
     is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )

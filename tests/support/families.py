@@ -185,6 +185,13 @@ FAMILIES |= {
     | dict(model_type="glm4", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
     | dict(attention_bias=False, tie_word_embeddings=True, pad_token_id=None)
     | dict(rope_parameters=_LINEAR | dict(partial_rotary_factor=0.6)),
+    "cohere2": _LAYER_NORMS
+    | dict(model_type="cohere2", hidden_size=40, num_hidden_layers=5, num_key_value_heads=1)
+    | dict(layer_norm_eps=1e-4, logit_scale=0.3, sliding_window=7, pad_token_id=None),
+    "cohere2, untied, biases": _LAYER_NORMS
+    | dict(model_type="cohere2", hidden_size=40, num_key_value_heads=5, pad_token_id=None)
+    | dict(attention_bias=True, tie_word_embeddings=False, sliding_window=7)
+    | dict(layer_types=["full_attention", "sliding_attention"]),
     "granite": _LLAMA
     | dict(model_type="granite", num_key_value_heads=1, embedding_multiplier=3.0)
     | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),
