@@ -23,12 +23,12 @@ BIASES = {
 
 
 def flags_of(architecture: Architecture) -> Iterator[str]:
-    """Yield the flags that a model needs beside our defaults."""
+    """Yield the flags that a model needs beside our defaults; one of several values may be ours."""
     needed = {
         name: value
         for name, value in architecture.fixed.items()
         if not name.endswith(("biases", "position_embeddings"))
-        and value != DERIVED.get(name, FLAGS[name].default)
+        and DERIVED.get(name, FLAGS[name].default) not in (value, *str(value).split("|"))
     }
     scale = architecture.embedding_scale(FLAGS["hidden_size"].default)
     if scale is not None:

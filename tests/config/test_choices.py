@@ -43,6 +43,7 @@ def rope(kind: str) -> Any:
         )
     }
     numbers |= dict(rope_original_max_position_embeddings=64, rope_beta_fast=32.0)
+    numbers |= dict(rope_short_factor=(1.0,) * 4, rope_long_factor=(2.0,) * 4)
     return rotary_frequencies(
         with_choice("model", rope_type=kind, **numbers).model, 8, torch.device("cpu")
     )

@@ -61,7 +61,8 @@ def test_flags_of_architectures() -> None:
     }
     for name, flags, biased, window in table:
         typed = flags.strip("`").split()
-        windows = [[]] if window == "none" else [[], ["--window_size=32"]]
+        alone = ["--rotary_pattern=none"] if ARCHITECTURES[name].never_rotates_others else []
+        windows = [alone] if window == "none" else [alone, ["--window_size=32"]]
         if window == "any blocks":
             windows.append(["--window_size=32", "--attention_pattern=window,full"])
             if ARCHITECTURES[name].rotates_windows:
@@ -95,7 +96,7 @@ def test_keys_of_config_json() -> None:
         name for name in ARCHITECTURES if model_values({"model_type": name})["tie_word_embeddings"]
     ]
     gemmas = [name for name in ARCHITECTURES if name.startswith("gemma")]
-    assert set(tied) == {"gpt2", "gpt_bigcode", "starcoder2", "smollm3", *gemmas}
+    assert set(tied) == {"gpt2", "gpt_bigcode", "starcoder2", "smollm3", "cohere2", *gemmas}
 
 
 SCHEDULES = documents.read("schedules")
