@@ -118,8 +118,8 @@ class ModelConfig(Area):
     )
     rotary_pattern: tuple[str, ...] = option(
         (),
-        "which blocks rotate queries and keys, repeated over the blocks: rotary,rotary,rotary,none",
-        choices=("rotary", "none"),
+        "which blocks rotate queries and keys, repeated over the blocks: rotary,rotary,rotary,nope",
+        choices=("rotary", "nope"),
         repeats=True,
         unset="all",
         needs=ROTATED,
@@ -340,7 +340,7 @@ class ModelConfig(Area):
 
     def rotates(self, block: int) -> bool:
         """Return whether a block rotates queries and keys."""
-        return self.use_rotary_embeddings and _repeated(self.rotary_pattern, block) != "none"
+        return self.use_rotary_embeddings and _repeated(self.rotary_pattern, block) != "nope"
 
     def vocabulary_rows(self, ranks: int) -> int:
         """Return the rows of embedding and head per tensor-parallel rank: the vocabulary, padded

@@ -79,7 +79,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(
         "init_method_std=0.041666666666666664",
         "smollm3-3b": f"{_LLAMA} num_layers=36 hidden_size=2048 num_attention_heads=16 head_groups=4 "
         "ffn_hidden_size=11008 vocab_size=128256 max_position_embeddings=65536 rotary_base=5000000 "
-        "rotary_pattern=rotary,rotary,rotary,none layer_norm_eps=1e-6 tie_word_embeddings=1",
+        "rotary_pattern=rotary,rotary,rotary,nope layer_norm_eps=1e-6 tie_word_embeddings=1",
         "olmo-2-1b": f"{_LLAMA} num_layers=16 hidden_size=2048 num_attention_heads=16 ffn_hidden_size=8192 "
         "vocab_size=100352 max_position_embeddings=4096 rotary_base=500000 layer_norm_eps=1e-6 norm_placement=post "
         "qk_layernorm=1 qk_norm_scope=all",

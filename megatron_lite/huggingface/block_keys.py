@@ -44,7 +44,7 @@ def read_blocks(keys: Keys) -> Options:
         found |= {"window_size": window, "attention_pattern": repeating(kinds, "window")}
     rotates_all = window is None and not keys.architecture.never_rotates_others
     if keys.architecture.rotates_windows and not rotates_all:
-        kinds = ["rotary" if has_window else "none" for has_window in windows]
+        kinds = ["rotary" if has_window else "nope" for has_window in windows]
         found["rotary_pattern"] = repeating(kinds, "rotary")
     return found
 
@@ -87,7 +87,7 @@ def _with_window(keys: Keys, window: Any) -> list[bool]:
 def _rotary_pattern(keys: Keys) -> Options:
     if "no_rope_layers" not in keys.architecture.defaults:
         return {}
-    kinds = ["rotary" if rotates else "none" for rotates in _rotating(keys)]
+    kinds = ["rotary" if rotates else "nope" for rotates in _rotating(keys)]
     return {"rotary_pattern": repeating(kinds, "rotary")}
 
 

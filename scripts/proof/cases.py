@@ -120,7 +120,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             # As OLMo 2, and as models with windows and rotary positions in some blocks.
             f"{LLAMA} --head_groups=2 --qk_layernorm=1 --qk_norm_scope=all --norm_placement=post",
             f"{LLAMA} --head_groups=2 --window_size=7 --attention_pattern=window,full "
-            "--rotary_pattern=rotary,rotary,none --window_rotary_base=100",
+            "--rotary_pattern=rotary,rotary,nope --window_rotary_base=100",
         ),
         "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
         "eight bits": (

@@ -61,12 +61,12 @@ def test_flags_of_architectures() -> None:
     }
     for name, flags, biased, window in table:
         typed = flags.strip("`").split()
-        alone = ["--rotary_pattern=none"] if ARCHITECTURES[name].never_rotates_others else []
+        alone = ["--rotary_pattern=nope"] if ARCHITECTURES[name].never_rotates_others else []
         windows = [alone] if window == "none" else [alone, ["--window_size=32"]]
         if window == "any blocks":
             windows.append(["--window_size=32", "--attention_pattern=window,full"])
             if ARCHITECTURES[name].rotates_windows:
-                windows[-1].append("--rotary_pattern=rotary,none")
+                windows[-1].append("--rotary_pattern=rotary,nope")
         for more in [[], *biases[biased]]:
             for windowed in windows:
                 given = [

@@ -224,7 +224,7 @@ RMS: dict[str, Any] = dict(normalization_type="rms_norm", head_groups=2, use_rot
 POST: dict[str, Any] = dict(norm_placement="post", qk_layernorm=True, qk_norm_scope="all")
 PATTERNS: dict[str, Any] = dict(
     attention_pattern=("window", "full"),
-    rotary_pattern=("rotary", "rotary", "none"),
+    rotary_pattern=("rotary", "rotary", "nope"),
     window_rotary_base=100.0,
     window_size=7,
     use_rotary_embeddings=True,

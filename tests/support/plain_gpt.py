@@ -37,7 +37,7 @@ class PlainBlock(nn.Module):
             for pattern in (config.attention_pattern, config.rotary_pattern)
         ]
         self.window = config.window_size if kinds[0] != "full" else None
-        self.rotates = config.use_rotary_embeddings and kinds[1] != "none"
+        self.rotates = config.use_rotary_embeddings and kinds[1] != "nope"
         self.divisor = index + 1 if config.scale_attn_by_inverse_layer_idx else 1
         h = config.hidden_size
         d = config.kv_channels

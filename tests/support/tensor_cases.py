@@ -109,7 +109,7 @@ CASES: dict[str, Options] = {
         "reset_positions": True,
         "window_size": 5,
         "attention_pattern": ("window", "full"),
-        "rotary_pattern": ("rotary", "none"),
+        "rotary_pattern": ("rotary", "nope"),
         "window_rotary_base": 50.0,
     },
     "norm of the embedding": {"input_embedding_norm": True, "tie_word_embeddings": False},

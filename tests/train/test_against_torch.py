@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "window_size": 5,
         "attention_pattern": ("window", "window", "full"),
-        "rotary_pattern": ("rotary", "none", "rotary", "rotary"),
+        "rotary_pattern": ("rotary", "nope", "rotary", "rotary"),
         "window_rotary_base": 50.0,
         "rope_type": "linear",
         "rope_factor": 3.0,
