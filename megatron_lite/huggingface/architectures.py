@@ -271,8 +271,8 @@ _OPTIONS = MappingProxyType(
 # Of these the option is a power.
 POWERS = MappingProxyType({"query_pre_attn_scalar": -0.5, "logits_scaling": -1.0})
 _BIASES = ("add_linear_biases", "add_qkv_biases", "add_mlp_biases")
-# Few programs read these: an export takes them only if asked to, or if no other fits.
-_LAST = ("seed_oss",)
+# Most programs read these: an export takes another one only if asked to, or if none of these fits.
+_WELL_KNOWN = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen2", "qwen3")
 
 
 def _value(text: str) -> Any:
@@ -412,7 +412,9 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
         )
     able = [architecture for architecture, missing in needs.items() if not missing]
     if able:
-        return min(able, key=lambda name: (name in _LAST, sum(biases_of(name, model).values())))
+        return min(
+            able, key=lambda name: (name not in _WELL_KNOWN, sum(biases_of(name, model).values()))
+        )
     nearest = sorted(needs.items(), key=lambda item: len(item[1]))
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "

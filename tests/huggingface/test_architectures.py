@@ -160,8 +160,8 @@ def test_a_written_config_reads_back(family: str) -> None:
 
 @families
 def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
-    """Where two architectures express a model, the one without biases that are only zero, then the
-    better known."""
+    """Where two architectures express a model, one that most programs read, then the one without
+    biases that are only zero, then the better known."""
     simpler = {
         "mistral, yarn, tied": "llama",
         "phi3": "llama",
