@@ -128,9 +128,9 @@ class Continuations:
         return whole[: self._end(whole)]
 
     def certain(self, text: Text) -> str:
-        """Return the part of a growing continuation that no further token changes: without half a
-        character or half a stop string at its end."""
-        whole = self._decode(text).rstrip("\ufffd")
+        """Return the part of a growing continuation that no further token changes: without a stop
+        string and what follows in its token, half a character, or half a stop string at its end."""
+        whole = self.text(text).rstrip("\ufffd")
         held = max((_begun(stop, whole) for stop in self._stops), default=0)
         return whole[: len(whole) - held]
 

@@ -117,6 +117,8 @@ def test_what_is_certain_of_a_growing_text_never_changes() -> None:
     assert seen == ["", "a", "a", "aé", "aé ", "aé ", "aé ", "aé EN ", "aé EN "]
     cut = whole.index(b"END")
     assert continuations.certain(Text([65], SAMPLER, list(whole[: cut + 2]))) == "aé EN "
+    for size in range(cut, len(whole) + 1):  # as far as the last token brings it
+        assert continuations.certain(Text([65], SAMPLER, list(whole[:size]))) == "aé EN "
     assert continuations.text(Text([65], SAMPLER, list(whole))) == "aé EN "
     growing = [
         Continuations(ByteTokenizer()).certain(Text([65], SAMPLER, list(whole[:size])))
