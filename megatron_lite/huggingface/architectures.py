@@ -37,7 +37,7 @@ ACTIVATIONS = MappingProxyType(
 #   key     keys of config.json, with the value that transformers takes if the key is missing (null:
 #           derived from other keys, as in our options); config_file.py handles keys that need more
 #           than renaming
-#   must    keys of config.json, with the only value that we can express
+#   must    keys of config.json, with the only value that we can express, or several: a|b
 #   only    our options that have only one value in the family; biases and windows follow from the keys.
 #           embedding_scale=width is the root of hidden_size; rotary_pattern=windows rotates blocks with
 #           a window alone, unless no block has one; windows_alone: even then
@@ -194,7 +194,8 @@ gemma GemmaForCausalLM llama
   key     vocab_size=256000 hidden_size=3072 num_hidden_layers=28 num_attention_heads=16
   key     num_key_value_heads=16 head_dim=256 intermediate_size=24576 hidden_act=gelu_pytorch_tanh
   key     max_position_embeddings=8192 tie_word_embeddings=true mlp_bias=-
-  must    rope_interleaved=- use_bidirectional_attention=null hidden_activation=gelu_pytorch_tanh
+  must    rope_interleaved=- use_bidirectional_attention=null
+  must    hidden_activation=gelu_pytorch_tanh|null
   only    zero_centered_normalization=true embedding_scale=width
 
 gemma2 Gemma2ForCausalLM gemma
@@ -290,7 +291,7 @@ class Architecture:
     class_name: str
     # Keys of config.json -> values if missing; includes keys that are no single option.
     defaults: JsonObject
-    constants: JsonObject  # key -> the only value that we can express
+    constants: Mapping[str, tuple[Any, ...]]  # key -> the only values that we can express
     switches: Mapping[str, tuple[str, str]]  # key -> an option and its value if true
     only: JsonObject  # our options that have one value by the table
     biases: Mapping[str, tuple[str, ...]]  # key -> the options that it states
@@ -314,6 +315,14 @@ class Architecture:
             if value not in ("width", "windows", "windows_alone")
         }
         return plain | absent
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether transformers computes a mask for the window even if no block has one."""
+        says_by_types_alone = (
+            "layer_types" in self.defaults and "use_sliding_window" not in self.defaults
+        )
+        return says_by_types_alone and self.only.get("rotary_pattern") != "windows"
 
     @property
     def rotates_windows(self) -> bool:
@@ -359,10 +368,10 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
     def line(kind: str) -> dict[str, str]:
         return {key: value for (its, key), value in cells.items() if its == kind and value != "-"}
 
-    keys, constants, only = (
-        {key: _value(value) for key, value in line(kind).items()}
-        for kind in ("key", "must", "only")
+    keys, only = (
+        {key: _value(value) for key, value in line(kind).items()} for kind in ("key", "only")
     )
+    constants = {key: tuple(map(_value, text.split("|"))) for key, text in line("must").items()}
     biases = {key: tuple(options.split(",")) for key, options in line("biases").items()}
     always = biases.pop("all", ())
     stated = {key: options for key, options in biases.items() if key in keys}

@@ -42,9 +42,9 @@ def read_blocks(keys: Keys) -> Options:
     if any(windows):
         kinds = ["window" if has_window else "full" for has_window in windows]
         found |= {"window_size": window, "attention_pattern": repeating(kinds, "window")}
-    rotates_all = window is None and not keys.architecture.never_rotates_others
-    if keys.architecture.rotates_windows and not rotates_all:
-        kinds = ["rotary" if has_window else "nope" for has_window in windows]
+    if keys.architecture.rotates_windows:
+        rotates_all = window is None and not keys.architecture.never_rotates_others
+        kinds = ["rotary" if has_window or rotates_all else "nope" for has_window in windows]
         found["rotary_pattern"] = repeating(kinds, "rotary")
     return found
 
@@ -113,9 +113,12 @@ def _rotating(keys: Keys) -> list[bool]:
 def write_blocks(architecture: Architecture, model: ModelConfig) -> JsonObject:
     """Return the keys for what differs between blocks."""
     windows = [window is not None for window in model.windows]
+    window = model.window_size if any(windows) else None
+    if window is None and architecture.needs_window:
+        window = architecture.defaults["sliding_window"]
     found: JsonObject = {
         "use_sliding_window": any(windows),
-        "sliding_window": model.window_size,
+        "sliding_window": window,
         "max_window_layers": windows.index(True) if any(windows) else model.num_layers,
         "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in windows],
         "no_rope_layers": [int(model.rotates(block)) for block in range(model.num_layers)],

@@ -428,7 +428,7 @@ class _Reading:
         """Report unknown keys, and constants with other values."""
         constants = {
             **_CONSTANTS,
-            **{key: (value,) for key, value in self.architecture.constants.items()},
+            **self.architecture.constants,
         }
         for key, value in self.content.items():
             if key in self.used or key in _MEANINGLESS:
@@ -509,8 +509,10 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     }
     content["initializer_range"] = min(1.0, model.init_method_std)
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
+    # transformers and `_Reading.named` take gelu for its tanh form in Gemma
+    usual = {"gpt2": "gelu_new", "gemma": "gelu_python"}.get(name)
     content[architecture.key_of("activation_type")] = (
-        "gelu_new" if name == "gpt2" and "gelu_new" in activations else activations[0]
+        usual if usual in activations else activations[0]
     )
     biases = biases_of(name, model)
     content |= {key: biases[options[0]] for key, options in architecture.biases.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.config_file import ROPE_OPTIONS, hugging_face_config, model_values
@@ -60,6 +60,11 @@ def as_version_4(content: dict[str, Any]) -> dict[str, Any]:
         kind = rope.pop("rope_type")
         content["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     return {**VERSION_4, **content}
+
+
+def exported_as(model_type: str, config: Config) -> Config:
+    training = dataclasses.replace(config.training, export_model_type=model_type)
+    return dataclasses.replace(config, training=training)
 
 
 def family_values(family: str, **changes: Any) -> dict[str, Any]:
@@ -151,11 +156,42 @@ def test_a_written_config_reads_back(family: str) -> None:
     from transformers import AutoConfig
 
     values = family_values(family)
-    content = hugging_face_config(resolved_config(values), {"bos_token_id": 1, "eos_token_id": 2})
+    content = hugging_face_config(
+        exported_as(FAMILIES[family]["model_type"], resolved_config(values)),
+        {"bos_token_id": 1, "eos_token_id": 2},
+    )
     assert model_values(json.loads(json.dumps(content))) == values
     theirs = content_of(AutoConfig.for_model(**content))
     assert model_values(theirs) == values
     assert (theirs["bos_token_id"], theirs["eos_token_id"], theirs["dtype"]) == (1, 2, "float32")
+
+
+WITHOUT_WINDOW: list[tuple[str, dict[str, Any]]] = [
+    ("gemma2", {}),
+    ("gemma3_text", {"window_rotary_base": None}),
+    ("olmo3, every fourth block full, biases, tied", {"window_rotary_base": None}),
+    ("cohere2", {"rotary_pattern": ("nope",)}),
+    ("exaone4", {"rotary_pattern": ()}),
+    ("exaone4", {"rotary_pattern": (), "window_size": 5, "attention_pattern": ("full",)}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), WITHOUT_WINDOW)
+def test_transformers_runs_a_family_with_windows_without_any(
+    family: str, changes: dict[str, Any]
+) -> None:
+    """And reads the same model, whether there is no window or no block has it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = FAMILIES[family]["model_type"]
+    config = our_config(family, **{"window_size": None, "attention_pattern": (), **changes})
+    content = hugging_face_config(exported_as(kind, config), {"bos_token_id": 1, "eos_token_id": 2})
+    values = model_values(json.loads(json.dumps(content)))
+    assert content["model_type"] == kind and values["window_size"] is None
+    assert values["rotary_pattern"] == config.model.rotary_pattern
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+    with torch.no_grad():
+        assert theirs(torch.arange(24)[None]).logits.isfinite().all()
 
 
 @families
@@ -166,6 +202,8 @@ def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
         "mistral, yarn, tied": "llama",
         "phi3": "llama",
         "seed_oss": "qwen2",
+        "seed_oss, bias of the output, no others, tied": "smollm3",
+        "seed_oss, biases of the MLP": "smollm3",
         "gpt_bigcode, multi-head, untied": "gpt2",
     }
     expected = simpler.get(family, FAMILIES[family]["model_type"])
@@ -182,6 +220,20 @@ def test_public_configs_are_read(name: str) -> None:
     values = model_values(content)
     assert values == model_values(content_of(AutoConfig.for_model(**content)))
     assert check_exportable(resolved_config(values).model) in (content["model_type"], "llama")
+
+
+def test_the_activation_of_gemma() -> None:
+    """The first files say gelu and null, and mean the tanh form, in transformers too."""
+    from transformers import AutoConfig
+
+    first = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
+    assert model_values(first)["activation_type"] == "gelu"
+    assert AutoConfig.for_model(**first).hidden_act == "gelu_pytorch_tanh"
+    exact = our_config("gemma", activation_type="gelu_exact")
+    content = hugging_face_config(exact, {})
+    assert content["model_type"] == "gemma"
+    assert model_values(content)["activation_type"] == "gelu_exact"
+    assert AutoConfig.for_model(**content).hidden_act in ("gelu_python", "gelu_exact")
 
 
 def test_multi_query_in_numbers() -> None:
