@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -484,12 +485,31 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
         needs.append(
             f"--kv_channels * --num_attention_heads={heads} = --hidden_size={width} (not {channels})"
         )
+    factor = model.attention_scale
+    if "query_pre_attn_scalar" in table.defaults and factor is not None:
+        if not base_of(factor, POWERS["query_pre_attn_scalar"]).is_integer():  # its type
+            needs.append(
+                f"1 / the root of a whole number as --attention_scale (not {written(factor)})"
+            )
     for option, value in table.switches.values():
         if (actual := getattr(model, option)) not in (value, FLAGS[option].default):
             needs.append(f"--{option}={value} (not {actual})")
     if architecture in ("llama", "gemma2", "gemma3_text") and width % heads:
         needs.append(f"a multiple of --num_attention_heads={heads} as --hidden_size (not {width})")
     return needs
+
+
+def raised(value: float, power: float) -> float:
+    """Return value ** power; infinity if it is too large for a float."""
+    try:
+        return value**power if power != 1.0 else value
+    except OverflowError:
+        return math.inf
+
+
+def base_of(value: float, power: float) -> float:
+    """Return the number of which a value is the power, without what powers lose at its end."""
+    return float(f"{raised(value, 1 / power):.14g}")
 
 
 def allowed(value: Any, actual: Any) -> bool:

@@ -22,8 +22,10 @@ from megatron_lite.huggingface.architectures import (
     POWERS,
     Architecture,
     allowed,
+    base_of,
     biases_of,
     check_exportable,
+    raised,
     shown,
 )
 from megatron_lite.huggingface.block_keys import is_count, read_blocks, write_blocks
@@ -460,12 +462,11 @@ class _Reading:
 def _power(value: Any, power: float) -> Any:
     """Return a positive number to a power; what is none stays as it is, for `checked` to report."""
     is_number = isinstance(value, int | float) and 0 < value <= LARGEST_INTEGER
-    return value**power if is_number and power != 1.0 and not isinstance(value, bool) else value
+    return raised(value, power) if is_number and not isinstance(value, bool) else value
 
 
 def _as_typed(value: float, default: Any) -> int | float:
-    """Return a number without what powers lose at its end; whole, of the type of the default."""
-    value = float(f"{value:.14g}")
+    """Return a number, if it is whole of the type of the default."""
     return int(value) if value.is_integer() and isinstance(default, int) else value
 
 
@@ -500,7 +501,7 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     if factor in content and content[factor] is None:
         content[factor] = model.kv_channels**-0.5
     content |= {
-        key: _as_typed(content[key] ** (1 / power), architecture.defaults[key])
+        key: _as_typed(base_of(content[key], power), architecture.defaults[key])
         for key, power in POWERS.items()
         if key in content
     }

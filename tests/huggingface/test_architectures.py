@@ -318,6 +318,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]; it must say 0 or 1"),
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must say 0 or 1"),
+    ("granite", {"logits_scaling": 1e-320}, "logits_scaling is 1e-320: "),
     ("gemma3_text", {"sliding_window_pattern": "LG"}, "sliding_window_pattern is 'LG'; it must be"),
     (
         "gemma3_text",
@@ -613,6 +614,12 @@ NOTHING: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--kv_channels * --num_attention_heads=3 = --hidden_size=24 (not 10)"],
     ),
     ("gpt2", {"window_size": 8}, ["--window_size=none (not 8)"]),
+    (  # transformers refuses a file whose query_pre_attn_scalar is no whole number
+        "gemma2",
+        {"attention_scale": 0.3},
+        ["Gemma2ForCausalLM: 1 / the root of a whole number as --attention_scale (not 0.3)"],
+    ),
+    ("gemma2", {"attention_scale": 1e-200}, ["--attention_scale (not 1e-200)"]),
 ]
 
 
