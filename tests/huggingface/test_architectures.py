@@ -202,8 +202,6 @@ def test_a_family_is_exported_as_itself_or_a_simpler_one(family: str) -> None:
         "mistral, yarn, tied": "llama",
         "phi3": "llama",
         "seed_oss": "qwen2",
-        "seed_oss, bias of the output, no others, tied": "smollm3",
-        "seed_oss, biases of the MLP": "smollm3",
         "gpt_bigcode, multi-head, untied": "gpt2",
     }
     expected = simpler.get(family, FAMILIES[family]["model_type"])
