@@ -380,7 +380,7 @@ class PerformanceConfig(Area):
     mlp_recompute_level: str = option(
         "none",
         "what to recompute in the MLPs' backward pass to save memory; activation,full:8: full in the first 8 blocks, "
-        "activation in the others",
+        "else activation",
         choices=RECOMPUTE_LEVELS,
         by_block=True,
         basic=True,

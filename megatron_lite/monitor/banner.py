@@ -142,7 +142,7 @@ def device_warnings(config: Config, device: torch.device) -> Iterator[str]:
     name, tf32 = config.distributed.training_dtype, config.distributed.tf32
     if device.type == "cuda" and name == "fp32" and not tf32:
         yield (
-            "--training_dtype=fp32 does not use tensor cores, which are 10 times as fast; write --training_dtype=bf16, or "
+            "--training_dtype=fp32: products use no tensor cores, which are 10 times as fast; write --training_dtype=bf16, or "
             "--tf32=1 for fp32 products of rounded factors"
         )
     if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):

@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_lite.config import Config
 from megatron_lite.kernels import eight_bit
 from megatron_lite.kernels.eight_bit import GRADIENT, INPUT, WEIGHT, EightBit, Rounded
+from megatron_lite.kernels.linear import complete
 
 KINDS = ("input", "weight", "gradient")
 DIMENSIONS = ("ti", "oi", "to")  # of these
@@ -56,11 +57,11 @@ Factors = tuple[Any, tuple[Tensor, int, str], tuple[Tensor, int, str]]
 
 
 def _of_forward(x: Any, weight: Any, bias: Any) -> Factors:
-    return weight, (x.wait().flatten(0, -2), INPUT, "i"), (weight.detach(), WEIGHT, "i")
+    return weight, (complete(x).flatten(0, -2), INPUT, "i"), (weight.detach(), WEIGHT, "i")
 
 
 def _of_input_gradient(dy: Any, weight: Any) -> Factors:
-    return weight, (dy.wait(), GRADIENT, "o"), (weight.detach().t(), WEIGHT, "o")
+    return weight, (complete(dy), GRADIENT, "o"), (weight.detach().t(), WEIGHT, "o")
 
 
 def _of_weight_gradient(weight: Any, dy: Tensor, x: Tensor) -> Factors:

@@ -157,7 +157,14 @@ def test_the_trial_is_of_the_kind_of_the_run(work: Work) -> None:
     honest = choice.attention
 
     def attention(
-        query: Any, key: Any, value: Any, window: Any, *rest: Any, backend: str, documents: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        window: Any,
+        *rest: Any,
+        backend: str,
+        documents: Any,
+        **_: Any,
     ) -> Any:
         assert query.dtype == work.dtype and query.shape[3] == key.shape[3] == work.head_size
         assert query.shape[1] == work.heads_per_group * key.shape[1] and key.shape[1] > 1
