@@ -241,7 +241,7 @@ BUGS = (
         "bias of each rank",
         "each rank adds the bias of a product whose results are then summed",
         "Paddle#35186",
-        "kernels.tensor_collectives:Replicated.reduced_affine",
+        "kernels.tensor_collectives:Replicated.reduced_product",
         "bias if self._group.rank == 0 else None",
         "bias",
         like="--random_bias_init=1",
