@@ -456,13 +456,12 @@ def check_exports(config: Config) -> str | None:
 
 def _needs(architecture: str, model: ModelConfig) -> list[str]:
     """List the flags that the model would have to change, with the required values."""
-    needs = []
-    for name, value in ARCHITECTURES[architecture].fixed.items():
+    needs, table = [], ARCHITECTURES[architecture]
+    for name, value in table.fixed.items():
         actual = getattr(model, name)
         assert actual is not None or FLAGS[name].optional, f"{name} is not resolved"
         if not allowed(value, actual):
             needs.append(f"--{name}={written(value)} (not {written(actual)})")
-    table = ARCHITECTURES[architecture]
     if table.rotates_windows and not all(
         model.rotates(block)
         == (window is not None or not (table.never_rotates_others or any(model.windows)))
@@ -476,7 +475,6 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
     groups = model.head_groups
     channels = model.kv_channels
     width = model.hidden_size
-    table = ARCHITECTURES[architecture]
     stated = table.keys.values()
     fewest = 1 if "multi_query" in table.defaults else heads
     if "head_groups" not in stated and groups not in (fewest, heads):
