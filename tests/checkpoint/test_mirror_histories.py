@@ -167,6 +167,7 @@ def test_the_mirror_of_another_run_is_refused_and_untouched(
         restore(make(second, address, OTHER_RUN))
     late = make(second, address, OTHER_RUN)  # the store could not be reached at its start, say
     late.update()
+    wait_until(lambda: late._lost is not None)
     with pytest.raises(
         StorageError, match="--mirror=.*: another run uses it, started on .*copies nothing more"
     ):
@@ -242,6 +243,7 @@ def test_a_start_takes_the_mirror_over_and_the_one_before_it_ends(tmp_path: Path
     save_word(first, "ab")
     before = store_content(address)
     old.update()
+    wait_until(lambda: old._lost is not None)
     with pytest.raises(StorageError, match="another start of this run uses it"):
         old.close(60.0, None)
     assert store_content(address) == before
@@ -515,6 +517,7 @@ class World:
         if claimed_by not in later or not checkpoints(made._root):
             return finish(made)
         made.update()
+        wait_until(lambda: made._lost is not None)
         with pytest.raises(StorageError, match="another start of this run uses it"):
             made.close(60.0, None)
         assert store_content(self.address) == before
