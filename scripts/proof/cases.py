@@ -121,6 +121,12 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             f"{LLAMA} --head_groups=2 --qk_layernorm=1 --qk_norm_scope=all --norm_placement=post",
             f"{LLAMA} --head_groups=2 --window_size=7 --attention_pattern=window,full "
             "--rotary_pattern=rotary,rotary,nope --window_rotary_base=100",
+            # As Cohere 2 and Phi-3: the sequences below are on both sides of the original length.
+            "--use_rotary_embeddings=1 --gated=1 --add_linear_biases=0 --use_layer_norm_bias=0 --head_groups=2 "
+            "--parallel_branches=one_norm --window_size=7 --attention_pattern=window,full --rotary_pattern=rotary,nope",
+            f"{LLAMA} --head_groups=4 --tie_word_embeddings=0 --kv_channels=6 --rope_type=longrope "
+            "--rope_short_factor=1,1.1,1.3 --rope_long_factor=1.5,2,4 --rope_original_max_position_embeddings=30 "
+            "--max_position_embeddings=60",
         ),
         "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
         "eight bits": (
