@@ -230,9 +230,9 @@ class ModelConfig(Area):
         "both with hybrid_norm, else pre",
         choices=("pre", "post", "both"),
     )
-    hybrid_norm: bool = option(
-        False,
+    hybrid_norm: bool = optional(
         "also normalize the outputs of attention and MLP before the residual addition: --norm_placement=both",
+        "norm_placement=both",
     )
     parallel_branches: str = option(
         "none",

@@ -68,9 +68,9 @@ def model(draft: Draft) -> Problems:
         yield "sequence_length max_position_embeddings", rule, "use_position_embeddings"
     yield from _rotary(draft)
     fill(draft, norm_placement="both" if draft.hybrid_norm else "pre")
-    if draft.hybrid_norm and draft.norm_placement != "both":
+    fill(draft, hybrid_norm=draft.norm_placement == "both")
+    if draft.hybrid_norm != (draft.norm_placement == "both"):
         yield "hybrid_norm norm_placement", "hybrid_norm means both; leave one of the two out"
-    draft.hybrid_norm = draft.norm_placement == "both"
     std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
     fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
     # every block adds two outputs to the residual stream

@@ -202,6 +202,15 @@ def test_cross_entropy_splits() -> None:
             dict(max_position_embeddings=100),
             "write --sequence_length=100, or --max_position_embeddings=2048",
         ),
+        (
+            dict(hybrid_norm=False, norm_placement="both"),
+            "--hybrid_norm=0, --norm_placement=both: hybrid_norm means both; leave one of the two out",
+        ),
+        (dict(hybrid_norm=True, norm_placement="post"), "leave one of the two out"),
+        (
+            dict(parallel_branches="two_norms", hidden_dropout=0.1),
+            "--parallel_branches=two_norms, --hidden_dropout=0.1: the outputs of both branches are one sum",
+        ),
         (dict(min_lr=1.0), "--min_lr=1, --lr=0.0001: the learning rate would rise"),
         (
             dict(training_dtype="fp16", initial_loss_scale=1.0, min_loss_scale=2.0),
