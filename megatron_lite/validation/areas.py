@@ -8,7 +8,7 @@ import math
 import os
 
 from megatron_lite.config import Draft
-from megatron_lite.config.model import numbered_blocks, rotary_base
+from megatron_lite.config.model import numbered_blocks, repeating, rotary_base
 from megatron_lite.config.monitoring import default_trackers
 from megatron_lite.config.structured_values import (
     interconnect,
@@ -67,6 +67,7 @@ def model(draft: Draft) -> Problems:
         )
         yield "sequence_length max_position_embeddings", rule, "use_position_embeddings"
     yield from _rotary(draft)
+    draft.attention_pattern = repeating(draft.attention_pattern, "window")
     fill(draft, norm_placement="both" if draft.hybrid_norm else "pre")
     fill(draft, hybrid_norm=draft.norm_placement == "both")
     if draft.hybrid_norm != (draft.norm_placement == "both"):
@@ -107,6 +108,7 @@ def _rotary(draft: Draft) -> Problems:
     if abs(draft.rotary_embedding_scale + math.log(base)) > 1e-9:
         rule = "the scale must be minus the logarithm of the base; write only one of the two"
         yield "rotary_base rotary_embedding_scale", rule
+    draft.rotary_pattern = repeating(draft.rotary_pattern, "rotary")
     if not draft.use_rotary_embeddings:
         return
     yield from _rotated_channels(draft)

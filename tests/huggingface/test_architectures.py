@@ -646,6 +646,15 @@ def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
     assert check_exportable(our_config("gpt2", **changes).model) == architecture
 
 
+@pytest.mark.parametrize(
+    ("family", "pattern"), [("llama", {"rotary_pattern": ("rotary",)}), ("mistral, window", {})]
+)
+def test_a_pattern_of_equal_blocks_is_none(family: str, pattern: dict[str, Any]) -> None:
+    """However it is written; exports compare the shortest form."""
+    pattern = pattern or {"attention_pattern": ("window", "window")}
+    assert our_config(family, **pattern).model == our_config(family).model
+
+
 @pytest.mark.parametrize("edit", [lambda c: c, as_version_4])
 def test_head_counts_that_a_file_leaves_to_transformers(edit: Callable[[Any], Any]) -> None:
     """null means: as many key heads as query heads, heads that share the width, an MLP of four
