@@ -404,9 +404,19 @@ class _Reading:
         base = self.architecture.defaults["rope_theta"]
         if "rope_local_base_freq" in self.architecture.defaults:
             base = self.get("rope_local_base_freq")
+        elif not local and (stated := self.content.get("rope_theta", base)) != base:
+            problems.append(
+                f"rope_theta is {shown(stated)}: for blocks with a window, transformers 5 takes {base} instead, and "
+                f"version 4 does not; state rope_parameters of both kinds, {' and '.join(objects)}"
+            )
         if not local:
             local = {"rope_theta": base}
         own, wrong = read_rope({"rope_parameters": local}, length, self.architecture)
+        if (part := own["rotary_percent"]) != values["rotary_percent"]:
+            wrong.append(
+                f"partial_rotary_factor of sliding_attention is {shown(part)}; only that of full_attention, "
+                f"{shown(values['rotary_percent'])}, can be expressed"
+            )
         if own != values and own["rope_type"] != "default":
             wrong.append("sliding_attention must be scaled as full_attention is, or not at all")
         values["window_rotary_base"] = None if own == values else own["rotary_base"]

@@ -328,6 +328,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "sliding_attention must be scaled as full_attention is, or not at all",
     ),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+        "partial_rotary_factor of sliding_attention is 0.5; only that of full_attention, 1.0,",
+    ),
+    (
+        "olmo3",
+        {"rope_theta": 1e4},
+        "rope_theta is 10000.0: for blocks with a window, transformers 5 takes 500000.0 instead",
+    ),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None"),
     (
         "qwen3",
@@ -644,6 +654,23 @@ def test_models_that_no_architecture_expresses(
 def test_learned_positions(changes: dict[str, Any], architecture: str) -> None:
     """GPT-2's family; missing biases are written as zeros."""
     assert check_exportable(our_config("gpt2", **changes).model) == architecture
+
+
+def test_olmo3_in_the_layout_of_transformers_4() -> None:
+    """Its one base is lost in blocks with a window, where transformers 5 takes the default: such a
+    folder is refused, unless both mean the same."""
+    from transformers import AutoConfig
+
+    content = {"model_type": "olmo3", "rope_theta": 1e4}
+    theirs = AutoConfig.for_model(**content).rope_parameters
+    assert [theirs[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")] == [1e4, 5e5]
+    with pytest.raises(CheckpointError, match="state rope_parameters of both kinds"):
+        model_values(content)
+    same = model_values({"model_type": "olmo3", "rope_theta": 5e5})
+    assert same == model_values({"model_type": "olmo3"})
+    assert (same["rotary_base"], same["window_rotary_base"]) == (5e5, None)
+    both = {f"{kind}_attention": {"rope_theta": 1e4} for kind in ("full", "sliding")}
+    assert model_values({**content, "rope_parameters": both})["rotary_base"] == 1e4
 
 
 @pytest.mark.parametrize(
