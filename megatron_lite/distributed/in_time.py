@@ -10,8 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class NoAnswerError(TimeoutError):
+    """An action took longer than its limit."""
+
+
 def in_time(action: Callable[[], T], limit_s: float) -> T:
-    """Return an action's result; raise its error, or TimeoutError if it takes longer than the limit
+    """Return an action's result; raise its error, or NoAnswerError if it takes longer than the limit
     and goes on alone."""
     result = concurrent.futures.Future[T]()
 
@@ -25,5 +29,5 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
     thread.start()
     thread.join(limit_s)
     if not result.done():
-        raise TimeoutError
+        raise NoAnswerError
     return result.result()

@@ -243,16 +243,18 @@ class Meeting:
         with point.errors():
             self.talk = connect(point, world_size, timeout_s)
 
-    def wait(self) -> None:
+    def wait(self, deadline_s: float | None = None) -> None:
         """Return when all ranks have joined.
 
+        deadline_s: of the monotonic clock; None: after the timeout from now on.
+
         Raises:
-            PeerError: if a rank does not join within the timeout, or dies meanwhile.
+            PeerError: if a rank does not join before the deadline, or dies meanwhile.
             UsageError: on every rank, if two ranks' options differ.
             RunError: as announced by another rank.
         """
         with self.point.errors():
-            self._wait()
+            self._wait(deadline_s or time.monotonic() + self.timeout_s)
             self.places = self._came(range(self.world_size))
             self._compare(self._options)
 
@@ -317,8 +319,8 @@ class Meeting:
         self.store.set(f"at/{self.rank}", json.dumps([*Progress().status(), 0]))
         self.store.add("came", 1)
 
-    def _wait(self) -> None:
-        deadline_s, look_s = time.monotonic() + self.timeout_s, 0.0
+    def _wait(self, deadline_s: float) -> None:
+        look_s = 0.0
         while (end := self.announced()) is None and (
             came := self.store.add("came", 0)
         ) < self.world_size:

@@ -20,7 +20,7 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.config.dimensions import DIMENSIONS
 from megatron_lite.config.system import shard_of_node
 from megatron_lite.distributed.grid import divide
-from megatron_lite.distributed.in_time import in_time
+from megatron_lite.distributed.in_time import NoAnswerError, in_time
 from megatron_lite.distributed.peer_watch import END_S, Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.distributed.processes import own_place, sharing_cores
@@ -63,7 +63,7 @@ def initialize(
     versions = {"megatron_lite": [__version__] * 2, "torch": [str(torch.__version__)] * 2}
     alike = {**versions, **options}
     silence_s = config.distributed_timeout
-    deadline_s = time.monotonic() + timeout_s + END_S
+    deadline_s = time.monotonic() + timeout_s
 
     def enter() -> Meeting:
         store = open_store(point, rank, world_size, timeout_s)
@@ -77,7 +77,7 @@ def initialize(
     meeting = _before(deadline_s, enter, point, timeout_s)
 
     def meet() -> Any:
-        _before(deadline_s, meeting.wait, point, timeout_s)
+        _before(deadline_s, lambda: meeting.wait(deadline_s), point, timeout_s)
         on_met(meeting)
         return meeting.store
 
@@ -87,15 +87,15 @@ def initialize(
 
 
 def _before(deadline_s: float, action: Callable[[], T], point: MeetingPoint, timeout_s: float) -> T:
-    """Return the result of a part of the meeting. The store's calls wait without a limit for a
-    machine that is gone without a word.
+    """Return the result of a part of the meeting, which keeps the deadline, of the monotonic clock,
+    by itself; but the store's calls wait without a limit for a machine that is gone without a word.
 
     Raises:
-        PeerError: after the deadline, of the monotonic clock.
+        PeerError: a little after the deadline.
     """
     try:
         return in_time(action, max(0.0, deadline_s - time.monotonic()) + END_S)
-    except TimeoutError:
+    except NoAnswerError:
         raise PeerError(
             f"{point.owner}, where the ranks meet ({point}), cannot be reached, or its machine hangs: no answer within "
             f"--startup_timeout={timeout_s:g} s"

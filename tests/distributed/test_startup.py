@@ -6,6 +6,7 @@ import datetime
 import os
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from megatron_lite.config import DistributedConfig
 from megatron_lite.distributed import startup
 from megatron_lite.distributed.cpu_collectives import Works
-from megatron_lite.distributed.peer_watch import MeetingPoint, open_store
+from megatron_lite.distributed.in_time import in_time
+from megatron_lite.distributed.peer_watch import Meeting, MeetingPoint, open_store
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import (
@@ -291,3 +293,46 @@ def test_a_store_that_falls_silent_ends_the_start_in_time(
         assert 3.0 < time.monotonic() - begin_s < WITHIN_S
         rank_0.add("came", 1)
         cutting.join()
+
+
+def test_an_error_of_the_store_is_not_its_silence() -> None:
+    point = MeetingPoint("127.0.0.1", 1, hosted=True, prefix="megatron_lite/0")
+
+    def refuse() -> None:
+        raise TimeoutError("the store's own")
+
+    with pytest.raises(TimeoutError, match="the store's own"):
+        startup._before(time.monotonic() + 3.0, refuse, point, 3.0)
+
+
+def test_the_wait_for_the_store_and_for_the_others_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is missing is said before the store is called silent, which has END_S more."""
+    opened: list[float] = []
+    deadlines: list[float] = []
+    limits: list[float] = []
+
+    def opening(*arguments: Any) -> Any:
+        opened.append(time.monotonic())
+        return open_store(*arguments)
+
+    def wait(_: Meeting, deadline_s: float) -> None:
+        deadlines.append(deadline_s)
+        raise PeerError("rank 1 is missing")
+
+    def bounded(action: Callable[[], Any], limit_s: float) -> Any:
+        limits.append(limit_s)
+        return in_time(action, limit_s)
+
+    monkeypatch.setattr(startup, "open_store", opening)
+    monkeypatch.setattr(startup, "in_time", bounded)
+    monkeypatch.setattr(Meeting, "wait", wait)
+    for name, value in {
+        **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }.items():
+        monkeypatch.setenv(name, value)
+    begin_s = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1 is missing"):
+        startup.initialize(DistributedConfig(device="cpu", startup_timeout=30.0))
+    assert begin_s + 30.0 <= deadlines[0] <= opened[0] + 30.0
+    assert limits[1] <= limits[0] <= 30.0 + startup.END_S
