@@ -178,6 +178,7 @@ class Saving:
     is_published = False
     num_bytes = 0  # of all ranks' files, once published
     seconds = 0.0  # from the start until then
+    _failure: Exception | None = None
 
     def __init__(self, save: Save, retries: int = 0, copy: HostCopy | None = None) -> None:
         self.save = save
@@ -209,15 +210,22 @@ class Saving:
 
         Raises:
             StorageError: on every rank, if any rank could not write; older checkpoints are
-                untouched.
+                untouched. Later calls raise it again.
         """
+        if self._failure is not None:
+            raise self._failure
         if hurry:
             self._hurry.set()
         job = self._job
         if not self.is_published and (
             hurry or job is None or not self._distributed.agree_max(not job.done())
         ):
-            self._job = next(self._jobs, None)
+            try:
+                self._job = next(self._jobs, None)
+            except Exception as error:
+                self._failure = error
+                self._pool.shutdown(wait=False)
+                raise
         return self.is_published
 
     def finish(self, hurry: bool = False, stop: StopSignal | None = None) -> None:

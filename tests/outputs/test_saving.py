@@ -69,8 +69,13 @@ def tried(
         saving._hurry = pauses
     try:
         saving.finish(stop=SimpleNamespace(received=received))  # type: ignore[arg-type]
-    except StorageError:
+    except StorageError as failure:
         assert not list(root.iterdir())
+        with pytest.raises(StorageError) as again:  # as the end of a run finishes what it finds
+            saving.finish(hurry=True)
+        assert again.value is failure
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            saving._pool.submit(list)
         return attempts, pauses.noted, True
     assert [path.name for path in root.iterdir()] == ["20"]
     return attempts, pauses.noted, False
