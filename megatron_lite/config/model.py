@@ -329,6 +329,11 @@ class ModelConfig(Area):
         """Number of rotated channels per head, counted from the first."""
         return int(self.kv_channels * self.rotary_percent)
 
+    @property
+    def longrope_length(self) -> int | None:
+        """Length of a text beyond which longrope takes the long factors; None: another rope_type."""
+        return self.rope_original_max_position_embeddings if self.rope_short_factor else None
+
     def window(self, block: int) -> int | None:
         """Return a block's attention window; None: full causal attention."""
         return None if _repeated(self.attention_pattern, block) == "full" else self.window_size

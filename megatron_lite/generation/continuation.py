@@ -99,6 +99,8 @@ class Limits(NamedTuple):
     longest: int  # tokens of prompt and continuation together
     ends: Collection[int] = ()  # tokens that end a text without being part of it
     stops: Callable[[Text], bool] = lambda text: False
+    # A text that grows beyond this length is read anew: its keys would be rotated otherwise.
+    read_anew: int | None = None
 
     def add(self, text: Text, token: int) -> None:
         """Add a token to a text, and end the text if a condition holds."""
@@ -147,21 +149,22 @@ def continue_texts(
     waiting = iter(texts)
     while True:
         for row in range(rows):
-            while text_of_row[row] is None and (text := next(waiting, None)) is not None:
-                prompt = torch.tensor([text.prompt], device=device)
-                logits = run_pass(MicroBatch(prompt, prompt, cache=Beginning(cache, row, backend)))
+            while (text := text_of_row[row]) is None or text.length - 1 == limits.read_anew:
+                if text is None and (text := next(waiting, None)) is None:
+                    break
+                tokens = torch.tensor([text.prompt + text.tokens], device=device)
+                logits = run_pass(MicroBatch(tokens, tokens, cache=Beginning(cache, row, backend)))
                 (token,) = _checked(agree([text.sampler(logits[-1])]))
                 limits.add(text, token)
-                if text.finish is None:
-                    text_of_row[row] = text
-                else:
+                text_of_row[row] = text if text.finish is None else None
+                if text.finish is not None:
                     yield text
         active = [(row, text) for row, text in enumerate(text_of_row) if text is not None]
         if not active:
             return
         logits = run_pass(_next_tokens(text_of_row, cache, device))
-        tokens = _checked(agree([text.sampler(logits[row]) for row, text in active]))
-        for (row, text), token in zip(active, tokens, strict=True):
+        sampled = _checked(agree([text.sampler(logits[row]) for row, text in active]))
+        for (row, text), token in zip(active, sampled, strict=True):
             limits.add(text, token)
             if text.finish is not None:
                 text_of_row[row] = None

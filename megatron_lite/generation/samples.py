@@ -70,6 +70,7 @@ class Samples(NamedTuple):
             training.sample_tokens,
             self.config.batch.sequence_length,
             (self.tokenizer.end_of_document,),
+            read_anew=self.config.model.longrope_length,
         )
 
         def run_pass(micro_batch: MicroBatch) -> Tensor:

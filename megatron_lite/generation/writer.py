@@ -152,7 +152,8 @@ class Writer:
                 grows(prompts[shown], lambda: self._continuations.certain(text))
             return self._continuations.stopped(text)
 
-        limits = Limits(options.max_new_tokens, model.longest, self._ends, stopped)
+        anew = model.config.longrope_length
+        limits = Limits(options.max_new_tokens, model.longest, self._ends, stopped, anew)
         for _ in continue_texts(
             model.run, self._device, texts, limits, self._rows, backend=model.prompt_attention()
         ):

@@ -127,10 +127,12 @@ class Attention(torch.nn.Module):
         """Return the rotary table; with per-micro-batch positions, all blocks share it."""
         if self.rotary is None:
             return None
+        grows = micro_batch.cache is not None
         if micro_batch.positions is None:
-            return self.rotary.tables(hidden).of(self.window)
+            length = micro_batch.tokens.shape[1] if grows else None
+            return self.rotary.tables(hidden, length).of(self.window)
         if "angles" not in micro_batch.shared:
-            micro_batch.shared["angles"] = self.rotary.at(micro_batch.positions)
+            micro_batch.shared["angles"] = self.rotary.at(micro_batch.positions, grows)
         tables: Tables = micro_batch.shared["angles"]
         return tables.of(self.window)
 

@@ -45,31 +45,44 @@ class Rotary:
     def __init__(self, config: ModelConfig, length: int) -> None:
         self._config = config
         self._length = length
-        self._tables: Tables | None = None
+        self._original = config.longrope_length or length
+        self._tables: dict[bool, Tables] = {}
 
-    def tables(self, like: Tensor) -> Tables:
-        """Return cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`."""
-        if self._tables is None or self._tables.full[0].device != like.device:
-            full = window = self._table(self._config, like.device)
+    def tables(self, like: Tensor, length: int | None = None) -> Tables:
+        """Return cos and sin of all positions, (length, r / 2) in fp32, on the device of `like`.
+
+        length: of a text so far, which chooses the factors of longrope; None: of the table.
+        """
+        is_long = (length or self._length) > self._original
+        found = self._tables.get(is_long)
+        if found is None or found.full[0].device != like.device:
+            full = window = self._table(self._config, like.device, is_long)
             if (base := self._config.window_rotary_base) is not None:
                 unscaled = replace(self._config, rope_type="default", rotary_base=base)
-                window = self._table(unscaled, like.device)
-            self._tables = Tables(full, window)
-        return self._tables
+                window = self._table(unscaled, like.device, is_long)
+            found = self._tables[is_long] = Tables(full, window)
+        return found
 
-    def _table(self, config: ModelConfig, device: torch.device) -> Table:
-        frequencies = rotary_frequencies(config, config.rotated_channels, device, self._length)
+    def _table(self, config: ModelConfig, device: torch.device, is_long: bool) -> Table:
+        frequencies = rotary_frequencies(config, config.rotated_channels, device, is_long)
         cos, sin = angle_table(frequencies, self._length)
         factor = attention_factor(config)
         return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
 
-    def at(self, positions: Tensor) -> Tables:
-        """Return cos and sin of positions (b, s) below length: (b, s, r / 2)."""
+    def at(self, positions: Tensor, grows: bool = False) -> Tables:
+        """Return cos and sin of positions (b, s) below length: (b, s, r / 2).
+
+        grows: each token is the newest of a text, whose length chooses the factors of longrope.
+        """
         tables = self.tables(positions)
-        full = window = _rows(tables.full, positions)
-        return Tables(
-            full, window if tables.window is tables.full else _rows(tables.window, positions)
-        )
+        full = _rows(tables.full, positions)
+        window = full if tables.window is tables.full else _rows(tables.window, positions)
+        if grows and self._length > self._original:
+            is_long = positions[..., None] >= self._original
+            short = _rows(self.tables(positions, 1).full, positions)
+            (cos, sin) = (torch.where(is_long, *both) for both in zip(full, short, strict=True))
+            return Tables((cos, sin), (cos, sin) if window is full else window)
+        return Tables(full, window)
 
 
 def _rows(table: Table, positions: Tensor) -> Table:
@@ -78,16 +91,14 @@ def _rows(table: Table, positions: Tensor) -> Table:
 
 
 def rotary_frequencies(
-    model: ModelConfig, channels: int, device: torch.device, length: int = 0
+    model: ModelConfig, channels: int, device: torch.device, is_long: bool = False
 ) -> Tensor:
-    """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model and
-    a table of `length` positions."""
+    """Return radians per position, (r / 2,) in fp32, for r rotated channels of a resolved model.
+    is_long: with the long factors of longrope."""
     waves = wavelengths(channels, model.rotary_base, device)
     if model.rope_type == "default":
         return 1.0 / waves
     if model.rope_type == "longrope":
-        assert model.rope_original_max_position_embeddings is not None
-        is_long = length > model.rope_original_max_position_embeddings
         factors = model.rope_long_factor if is_long else model.rope_short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * waves)
     assert model.rope_factor is not None

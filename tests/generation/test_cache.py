@@ -46,10 +46,15 @@ class Recorder(TokenSampler):
 
 
 def grow(
-    model: LocalModel, prompts: list[list[int]], rows: int, new_tokens: int = NEW_TOKENS
+    model: LocalModel,
+    prompts: list[list[int]],
+    rows: int,
+    new_tokens: int = NEW_TOKENS,
+    longest: int = 40,
 ) -> list[Text]:
     texts = [Text(prompt, Recorder()) for prompt in prompts]
-    ended = list(continue_texts(model.run, model.device, texts, Limits(new_tokens, 40), rows))
+    limits = Limits(new_tokens, longest, read_anew=model.config.longrope_length)
+    ended = list(continue_texts(model.run, model.device, texts, limits, rows))
     assert len(ended) == len(texts) and all(text.finish is not None for text in texts)
     return texts
 
@@ -80,6 +85,25 @@ def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(
             torch.stack(text.sampler.logits), whole[len(text.prompt) - 1 :], rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_longrope_follows_the_length_of_the_text_so_far(rows: int, tmp_path: Path) -> None:
+    """Short factors up to the original length, long ones beyond. Where a text grows past it,
+    transformers reads the whole text anew."""
+    families.write_folder("phi3, longrope", tmp_path, original_max_position_embeddings=16)
+    theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 40, "fp32", CPU)
+    prompts = [*prompts_of(), families.random_tokens(1, 16, seed=5)[0].tolist()]
+    texts = grow(ours, prompts, rows)
+    assert [text.tokens for text in texts] == [generated(theirs, text.prompt) for text in texts]
+    assert {len(text.prompt) > 16 for text in texts} == {text.length <= 16 for text in texts}
+    for text in texts:
+        assert isinstance(text.sampler, Recorder)
+        assert len(text.sampler.logits) == len(text.tokens)
+        for number, logits in enumerate(text.sampler.logits):
+            so_far = torch.tensor([text.prompt + text.tokens[:number]])
+            whole = families.logits_of(theirs, so_far)[0, -1]
+            torch.testing.assert_close(logits, whole, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

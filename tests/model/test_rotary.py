@@ -188,5 +188,7 @@ def test_longrope_frequencies_are_those_of_transformers() -> None:
     )
     for length in (16, 17):
         expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, CPU, seq_len=length)
-        found = rotary_frequencies(model, 48, CPU, length)
+        found = rotary_frequencies(model, 48, CPU, length > 16)
         assert torch.equal(found, expected) and attention_factor(model) == factor
+        cos, _ = Rotary(model, length).tables(torch.empty(0)).full
+        assert torch.equal(cos, angle_table(expected, length)[0] * factor)
