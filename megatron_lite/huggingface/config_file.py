@@ -258,6 +258,29 @@ _SECOND_NAMES = {
 }
 
 
+_OF_IMAGES = frozenset(
+    """
+    text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    """.split()
+)
+
+
+def text_part(content: JsonObject) -> JsonObject:
+    """Return the config.json of the text part of a Gemma 3 of texts and images; another one as it
+    is."""
+    text = content.get("text_config") or {}
+    if content.get("model_type") != "gemma3" or not isinstance(text, dict):
+        return content
+    others = {key: value for key, value in content.items() if key not in _OF_IMAGES}
+    # transformers does not cap the logits of this class, and ties them by the outer key
+    outer = {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": content.get("tie_word_embeddings", True),
+    }
+    return others | text | outer
+
+
 def model_values(content: JsonObject) -> Options:
     """Return the options in a config.json: architecture, dropouts and initialization.
 
@@ -269,8 +292,10 @@ def model_values(content: JsonObject) -> Options:
     """
     name = content.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        why = "of texts and images" if "vision_config" in content else "not known"
         raise CheckpointError(
-            f"config.json: model_type {shown(name)} is not known; supported: {', '.join(ARCHITECTURES)}"
+            f"config.json: model_type {shown(name)} is {why}; supported: {', '.join(ARCHITECTURES)}, and the text part "
+            "of gemma3"
         )
     reading = _Reading(name, content)
     dropouts = {"hidden_dropout": 0.0, "embedding_dropout": 0.0}  # unless a key sets them

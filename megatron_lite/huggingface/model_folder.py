@@ -28,7 +28,7 @@ from megatron_lite.config import BatchConfig, Config, JsonObject, ModelConfig, O
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
-from megatron_lite.huggingface.config_file import model_values
+from megatron_lite.huggingface.config_file import model_values, text_part
 from megatron_lite.validation import examine
 
 KINDS = ("huggingface", "distributed")
@@ -207,7 +207,7 @@ def hugging_face_values(folder: Path) -> tuple[Options, str]:
     Raises:
         CheckpointError: if it cannot be read or has unsupported keys or values.
     """
-    content = read_object(folder, CONFIG_NAME)
+    content = text_part(read_object(folder, CONFIG_NAME))
     try:
         return model_values(content), content["model_type"]
     except CheckpointError as error:

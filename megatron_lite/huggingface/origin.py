@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.data.tokenizing import read_object
+from megatron_lite.huggingface.config_file import text_part
 
 GENERATION_NAME, CARD_NAME = "generation_config.json", "README.md"
 UNCHOSEN = "license: other\nlicense_name: choose-a-license"
@@ -22,7 +23,7 @@ _KEPT = re.compile(
 def read_origin(folder: Path) -> dict[str, Any]:
     """Return a folder's token ids (`ids`) and `generation` settings from `config.json`, and lines
     of its `card`."""
-    content, header = read_object(folder / "config.json"), ""
+    content, header = text_part(read_object(folder / "config.json")), ""
     with contextlib.suppress(OSError, ValueError, IndexError):
         header = (folder / CARD_NAME).read_text("utf-8").split("---\n")[1].replace(UNCHOSEN, "")
     ids = {key: content[key] for key in _IDS if key in content}

@@ -210,8 +210,13 @@ def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:
     weight.
 
     Files of a model without its head, such as the original GPT-2, omit the first part of every
-    name. Buffers, and the head of a model that ties it to the embedding, are not weights.
+    name. Buffers, the head of a model that ties it to the embedding, and what reads images are not
+    weights.
     """
+    # of a Gemma 3 of texts and images; transformers has had two places for its text part
+    name = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
+    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        return None
     if architecture == "gpt_neox" and name == "embed_out.weight":  # before transformers 5
         name = "lm_head.weight"
     if name.endswith(_BUFFERS) or (name == "lm_head.weight" and model.tie_word_embeddings):

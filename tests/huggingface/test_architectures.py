@@ -13,7 +13,12 @@ import torch
 from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
-from megatron_lite.huggingface.config_file import ROPE_OPTIONS, hugging_face_config, model_values
+from megatron_lite.huggingface.config_file import (
+    ROPE_OPTIONS,
+    hugging_face_config,
+    model_values,
+    text_part,
+)
 from megatron_lite.huggingface.model_folder import resolved_model
 from megatron_lite.model.rotary import attention_factor, rotary_frequencies
 from tests.support.families import FAMILIES, make_config
@@ -370,6 +375,19 @@ def test_an_unknown_model_type(name: Any) -> None:
         CheckpointError, match=r"model_type .* is not known; supported: llama, mistral, gpt2"
     ):
         model_values({"model_type": name})
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen2_vl", "qwen2_5_vl"])
+def test_models_of_texts_and_images_are_refused_by_name(name: str) -> None:
+    """All but the text part of Gemma 3: see test_families."""
+    from transformers import AutoConfig
+
+    content = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
+    with pytest.raises(CheckpointError, match=f"model_type '{name}' is of texts and images;"):
+        model_values(text_part(content))
+    with pytest.raises(CheckpointError, match=r"mystery: 3 is not known .*\n.* only False"):
+        text = {"use_bidirectional_attention": True, "model_type": "gemma3_text"}
+        model_values(text_part({"model_type": "gemma3", "text_config": text, "mystery": 3}))
 
 
 def test_second_names_of_keys() -> None:

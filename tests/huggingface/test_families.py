@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_lite.cli.parse import parse
@@ -21,7 +21,15 @@ from megatron_lite.config import Config
 from megatron_lite.data.open_data import open_data
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
-from tests.support.families import FAMILIES, SEQUENCE_LENGTH, load_model, write_folder
+from tests.support.families import (
+    FAMILIES,
+    SEQUENCE_LENGTH,
+    load_model,
+    logits_of,
+    random_tokens,
+    write_folder,
+    write_with_images,
+)
 from tests.support.harness import run_distributed, train_whole
 
 ITERATIONS = 3
@@ -172,6 +180,37 @@ def test_an_import_is_exported_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert original.state_dict().keys() == exported.state_dict().keys()
     for key, expected in original.state_dict().items():
         assert torch.equal(exported.state_dict()[key], expected), key
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_text_part_of_a_model_of_texts_and_images(is_nested: bool, tmp_path: Path) -> None:
+    """It is imported, and exported as the text model: the same tensors, and the same logits of
+    texts. transformers has had two layouts of the names."""
+    folder = write_with_images(tmp_path / "model")
+    original, tokens = load_model(folder), random_tokens()
+    expected = logits_of(original, tokens)
+    if is_nested:
+        file = folder / "model.safetensors"
+        tensors = load_file(file).items()
+        save_file(
+            {
+                "model." + name.replace("language_model.model.", "language_model."): value
+                for name, value in tensors
+            },
+            file,
+        )
+    argv = [
+        flag for flag in flags(folder, tmp_path / "run") if not flag.startswith("--train_iters")
+    ]
+    run_distributed(1, train, argv)
+    export = tmp_path / "run" / "export" / "0"
+    content = json.loads((export / "config.json").read_text())
+    assert (content["model_type"], content["eos_token_id"]) == ("gemma3_text", 2)
+    exported = load_model(export)
+    assert type(exported).__name__ == "Gemma3ForCausalLM"
+    assert torch.equal(logits_of(exported, tokens), expected)
+    for key, value in exported.model.state_dict().items():
+        assert torch.equal(value, original.model.language_model.state_dict()[key]), key
 
 
 LAYOUTS = {"llama, llama3 rope, tied, attention biases": "fp32", "gpt2": "bf16", "qwen3": "bf16"}

@@ -309,3 +309,17 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """(b, s) tokens -> (b, s, v) logits of a transformers model."""
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
+
+
+def write_with_images(folder: Path, seed: int = 0) -> Path:
+    """Write a Gemma 3 of texts and images, whose text part is `gemma3_text`."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "model_type"}
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config)
+    randomize(model, seed)
+    model.save_pretrained(folder)
+    return folder
