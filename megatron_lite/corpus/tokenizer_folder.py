@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.corpus.confined import Limits, confined, end_process
 from megatron_lite.data.tokenizing import (
     ADDED,
@@ -32,8 +33,8 @@ from megatron_lite.errors import DataError, UsageError
 
 LOADING = Limits(seconds=300.0, memory_bytes=2**40, answer_bytes=2**29, program="the tokenizer")
 TRAINED = "megatron_lite"  # in the config.json of our exports, whose tokenizer.json gives the ids of the training
-# Architectures for which the folder chooses the class.
-FREE = ("llama", "mistral", "gpt2", "gpt_bigcode", "starcoder2", "qwen3")
+# Architectures for which the folder chooses the class; Qwen 2 has its own.
+FREE = tuple(name for name in MODEL_TYPES if name != "qwen2")
 
 # For exports that AutoTokenizer reads with another class, or with special tokens unknown to the
 # training.

@@ -212,6 +212,9 @@ CASES: dict[str, Any] = {
     "class of another model": case(
         lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), model={"model_type": "llama"}, says=False
     ),
+    "class of another model, which has its own": case(
+        lambda: bytes_and_pairs(SPLIT), config=config(FAST, EOS), model={"model_type": "gemma2"}, says=False
+    ),
     "class in the model's file": case(
         lambda: bytes_and_pairs(SPLIT), config=EOS, model={"tokenizer_class": "GPT2Tokenizer"}
     ),
