@@ -48,6 +48,7 @@ MANY_EPOCHS = 4
 # Entries of a mask in which a token that counts is looked for when a run starts, and entries read
 # at a time.
 SEARCHED, READ_AT_A_TIME = 2**24, 2**16
+NEED_BEGIN = ("gemma",)  # beginnings of the names of families whose documents begin with a token
 
 
 def open_data(
@@ -132,6 +133,7 @@ def open_data(
         *repeats(config, counts, shared.datasets),
         *left_out(phases),
         *borderless(config, phases),
+        *beginless(config, phases),
     )
     return DataSource(config, rank, world_size, phases, described, found, counts, warnings)
 
@@ -454,6 +456,23 @@ def borderless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
                 f"{dataset.prefix}: flags about documents see no boundaries within its {dataset.num_documents:,} "
                 "documents; if a token ends documents there, write a pair with all boundaries: "
                 f"prepare_data {dataset.prefix}.bin --split_documents_at=<id> --output_prefix=<another>"
+            )
+
+
+def beginless(config: Config, phases: dict[str, Phase]) -> Iterator[str]:
+    """Yield warnings about data without the token before documents that a family needs."""
+    file, family = config.data.tokenizer_file, config.training.export_model_type or ""
+    if not family.startswith(NEED_BEGIN) or file is None or "training" not in phases:
+        return
+    tokenizer = load_tokenizer(file, needs_end=False)
+    for stream in _reader(phases["training"]).streams:
+        dataset = stream.dataset
+        first = dataset.tokens.read(0, min(READ_AT_A_TIME, dataset.num_tokens))
+        if tokenizer.begin_of_document not in (-1, *first):
+            token = tokenizer.named_tokens["bos_token"]
+            yield (
+                f"{dataset.prefix}: {token} begins no document, and a {family} was trained with it there: without it the loss "
+                f"is far higher. Write the data with prepare_data --begin_of_document='{token}'"
             )
 
 

@@ -7,6 +7,8 @@ it was read from.
 
 import functools
 import itertools
+import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.host_batch import HostBatch
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.reading import reads_of
+from megatron_lite.data.tokenizing import BYTE_FILE
 from tests.support.token_files import data_config, read_batches, write_counting, write_documents
 
 LENGTH = 16
@@ -142,6 +145,35 @@ def test_the_flag_changes_no_token(tmp_path: Path, source: str) -> None:
     assert all(batch.starts is None for batch in crossing)
     whole = [list(range(0, 3 * LENGTH + 1, LENGTH))] * len(apart)
     assert ([starts(batch) for batch in apart] == whole) == (source == "random")
+
+
+def test_data_without_the_token_that_a_gemma_needs_are_told(tmp_path: Path) -> None:
+    """One line for each data set, if the family and the tokenizer have such a token."""
+    bare = write_documents(tmp_path / "bare", [[*range(30), 256]] * 8)
+    good = write_documents(tmp_path / "good", [[66, *range(30), 256]] * 8)
+    file = tmp_path / "tokenizer.json"
+    shutil.copy(BYTE_FILE, file)
+
+    def told(model_type: str | None, *paths: str, tokenizer: str = str(file)) -> list[str]:
+        values = dict(sequence_length=LENGTH, batch_size=1, train_iters=2, vocab_size=257)
+        more: dict[str, Any] = dict(export_model_type=model_type, tokenizer_file=tokenizer)
+        source = open_data(data_config(*paths, **values, **more), 0, 1)
+        source.close()
+        return [line for line in source.warnings if "--begin_of_document" in line]
+
+    assert told("gemma2", bare) == [], "the tokenizer has no such token"
+    named = {"bos_token": "B", "eos_token": "<|endoftext|>"}
+    file.with_name("tokenizer_config.json").write_text(json.dumps(named))
+    (line,) = told("gemma2", "1", bare, "1", good)
+    assert line.startswith(f"{bare}: B begins no document")
+    assert line.endswith("prepare_data --begin_of_document='B'")
+    assert [len(told(name, bare)) for name in ("gemma", "gemma3_text", "llama", None)] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert told("gemma", bare, tokenizer="byte") == []
 
 
 def test_flags_that_find_no_borders_are_told(tmp_path: Path) -> None:
