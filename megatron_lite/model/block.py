@@ -248,7 +248,8 @@ class Block(Layer):
         collectives = self.parallel.collectives[micro_batch.cache is not None]
         hidden, normalized = _normalized(self.attention_norm, hidden, None, dtype)
         if self.parallel_branches:
-            return hidden + self._both_branches(hidden, normalized, micro_batch, collectives)
+            branch = self._both_branches(hidden, normalized, micro_batch, collectives)
+            return hidden.add(branch, alpha=self.residual_scale)
         branch = self._branch(
             self.attention(normalized, micro_batch, collectives),
             self.attention_output_norm,
@@ -263,14 +264,14 @@ class Block(Layer):
     def _both_branches(
         self, hidden: Tensor, normalized: Tensor, micro_batch: MicroBatch, collectives: Collectives
     ) -> Tensor:
-        """Return attention and MLP of the same hidden states, summed before they are reduced."""
+        """Return attention and MLP of the same hidden states, summed before they are reduced; validation
+        refuses dropout, which is of each branch."""
         attended = self.attention(normalized, micro_batch, collectives, collectives.unreduced)
         if self.mlp_norm is not None:
             normalized = self.mlp_norm(hidden, normalized.dtype)
         seed = micro_batch.dropout_seed
         branch = self.mlp(normalized, collectives, seed, collectives.unreduced)
-        branch = collectives.joined(attended.view_as(branch) + branch)
-        return self._branch(branch, None, micro_batch, "branches")
+        return collectives.joined(attended.view_as(branch) + branch)
 
     def _branch(
         self, branch: Tensor, norm: Norm | None, micro_batch: MicroBatch, site: str
