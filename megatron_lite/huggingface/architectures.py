@@ -145,7 +145,8 @@ phi3 Phi3ForCausalLM llama
   key     vocab_size=32064 hidden_size=3072 intermediate_size=8192 max_position_embeddings=4096
   key     rms_norm_eps=1e-5 resid_pdrop=0.0 embd_pdrop=0.0 sliding_window=null attention_bias=-
   key     mlp_bias=- partial_rotary_factor=1.0 original_max_position_embeddings=4096
-  must    rope_interleaved=-
+  key     auto_map=null
+  must    rope_interleaved=- lm_head_bias=false full_attn_mod=1 interpolate_factor=1
   only    rotary_percent=- rope_type=default|longrope
   name    attention.query_key_value=self_attn.qkv_proj mlp.up=mlp.gate_up_proj
 
@@ -204,7 +205,7 @@ gemma2 Gemma2ForCausalLM gemma
   key     intermediate_size=9216 hidden_act=- hidden_activation=gelu_pytorch_tanh
   key     query_pre_attn_scalar=256 final_logit_softcapping=30.0 attn_logit_softcapping=50.0
   key     sliding_window=4096 layer_types=null
-  must    hidden_activation=-
+  must    hidden_activation=- hidden_act=gelu_pytorch_tanh sliding_window_size=4096
   only    norm_placement=both attention_scale=- logit_soft_cap=- attention_soft_cap=-
   full    every=2
   name    mlp_norm=pre_feedforward_layernorm

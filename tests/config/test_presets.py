@@ -8,11 +8,13 @@ import pytest
 
 from megatron_lite.cli.parse import parse
 from megatron_lite.config.source import PRESETS
+from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.huggingface.config_file import model_values
+from megatron_lite.huggingface.model_folder import resolved_model
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
-from tests.support.public_configs import PUBLIC, public_config
+from tests.support.public_configs import PUBLIC, SIZES, public_config
 
 COMMAND = ["--dataset_source=random", "--sequence_length=256", "--train_iters=1", "--batch_size=1"]
 
@@ -43,6 +45,27 @@ def test_the_dry_run_prints_the_published_number(
         assert f"parameters: {PUBLIC[preset][1]:,} (" in capsys.readouterr().out
 
 
+def test_models_without_a_preset_have_the_published_number() -> None:
+    """One of each family that has no preset."""
+    for name, (_, parameters) in SIZES.items():
+        model = resolved_model(model_values(public_config(name)), name)
+        shapes = shapes_of(build_gpt(model, 256))
+        assert sum(math.prod(shape) for shape in shapes.values()) == parameters, name
+    kinds = {public_config(name)["model_type"] for name in (*PUBLIC, *SIZES)}
+    assert kinds == {*MODEL_TYPES} - {"gpt_bigcode"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_the_dry_run_of_each_family(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(SIZES[name][0])
+    source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_parts=architecture"]
+    assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
+    assert f"parameters: {SIZES[name][1]:,} (" in capsys.readouterr().out
+
+
 def test_typed_flags_win_over_a_preset() -> None:
     """Typed flags win in any position, and derived values follow them."""
     for argv in (["--hidden_size=96", "--model=gpt2"], ["--model=gpt2", "--hidden_size=96"]):
@@ -69,7 +92,7 @@ def test_values_that_depend_on_an_overridden_option_are_dropped() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PUBLIC | SIZES)
 def test_the_published_number_is_that_of_transformers(preset: str) -> None:
     """transformers builds a model with the same number of parameters from config.json, on the meta
     device."""
@@ -79,4 +102,4 @@ def test_the_published_number_is_that_of_transformers(preset: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**public_config(preset)))
     model.tie_weights()
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLIC[preset][1]
+    assert sum(parameter.numel() for parameter in model.parameters()) == (PUBLIC | SIZES)[preset][1]
