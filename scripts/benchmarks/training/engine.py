@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lite.config import Config
 from megatron_lite.data.counts import Counts
 from megatron_lite.data.host_batch import HostBatch
+from megatron_lite.data.loader import DataSource
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import make_deterministic
 from megatron_lite.kernels.choice import Kernels, choose_kernels
@@ -49,15 +50,12 @@ class Engine(Contestant):
         batch = config.batch
         assert batch.batch_size
         self._tokens = batch.batch_size * batch.sequence_length
-        parts = dict(
-            config=config,
-            distributed=distributed,
-            model=self.model,
-            optimizer=optimizer,
-            debugger=None,
-        )
-        data = SimpleNamespace(counts=Counts(config))
-        self._run = cast(Run, SimpleNamespace(**parts, data=data, background=None, watch=None))
+        unused: Any = None
+        self._run = Run(config, distributed, unused, unused, config)
+        self._run.model = self.model
+        self._run.optimizer = optimizer
+        self._run.debugger = None
+        self._run.data = cast(DataSource, SimpleNamespace(counts=Counts(config)))
         self._iteration = 0
         self._counted_bytes = 0  # sent by all ranks in the last step, as counted by the engine
 
