@@ -13,7 +13,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_lite.config import Config, unflatten
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
@@ -72,23 +73,28 @@ class Setting:
             unflatten({**self.model_flags, **exported, "train_iters": 1, "device": "cpu"}), 1
         )
 
-    @property
-    def words(self) -> list[str]:
-        """Arguments that our scripts around Trainer and litgpt share."""
+    def train_with(self, library: str, config: Mapping[str, Any], **more: bool) -> list[str]:
+        """Write the options of our script around Trainer or litgpt; return its command."""
         options = self.options
-        flags = {
-            "data": self.folder / "train.bin",
+        values = {
+            "library": library,
+            "config": config,
+            "data": str(self.folder / "train.bin"),
             "batch_size": options.micro_batch_size,
             "lr": LEARNING_RATE,
+            "sequence_length": options.sequence_length,
+            "dtype": options.dtype,
         }
-        flags |= {"sequence_length": options.sequence_length, "dtype": options.dtype}
-        return [f"--{name}={value}" for name, value in flags.items()]
+        name = "_".join([library, *(key for key, value in more.items() if value)])
+        path = write_json_file(self.folder / name / "options.json", values | more)
+        return self.launch(options.python, str(HERE / "library_trainers.py"), str(path))
 
-    def write_hugging_face_config(self, folder: Path) -> Path:
-        """Write the model's config.json; transformers chooses the initial weights."""
+    def hugging_face_config(self) -> dict[str, Any]:
+        """Return the content of the model's config.json; transformers chooses the initial
+        weights."""
         values = hugging_face_config(self.config, {"bos_token_id": 0, "eos_token_id": 0})
         del values["initializer_range"]
-        return write_json_file(folder / "config.json", values)
+        return values
 
     def launch(self, python: str, *words: str) -> list[str]:
         """Return the command that runs a Python program, under torchrun if there are several
@@ -206,31 +212,29 @@ def picotron(setting: Setting) -> Command | str | None:
         return "no checkout: --picotron=FOLDER"
     if missing := setting.require("transformers", "wandb"):
         return missing
-    setting.write_hugging_face_config(folder / "model")
+    write_json_file(folder / "model" / "config.json", setting.hugging_face_config())
     write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
     write_llama_weights(folder / "hf_model_safetensors", setting.config)
-    parallel = {
-        "tp_size": 1,
-        "cp_size": 1,
-        "pp_size": 1,
-        "dp_size": setting.ranks,
-        "pp_engine": "1f1b",
-    }
-    training = {
-        "seed": 42,
-        "learning_rate": LEARNING_RATE,
-        "total_train_steps": NEVER,
-        "max_tokens": None,
-    }
-    training |= {
-        "seq_length": options.sequence_length,
-        "micro_batch_size": options.micro_batch_size,
-    }
-    environment = {"TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "0", "HF_TOKEN": "none"}
     config = {
-        "distributed": {**parallel, "backend": "gloo", "use_cpu": True},
+        "distributed": {
+            "tp_size": 1,
+            "cp_size": 1,
+            "pp_size": 1,
+            "dp_size": setting.ranks,
+            "pp_engine": "1f1b",
+            "backend": "gloo",
+            "use_cpu": True,
+        },
         "model": {"name": str(folder / "model"), "use_fused_adam": True},
-        "training": {**training, "gradient_accumulation_steps": 1},
+        "training": {
+            "seed": 42,
+            "learning_rate": LEARNING_RATE,
+            "total_train_steps": NEVER,
+            "max_tokens": None,
+            "seq_length": options.sequence_length,
+            "micro_batch_size": options.micro_batch_size,
+            "gradient_accumulation_steps": 1,
+        },
         "dataset": {"name": str(folder / "data"), "num_workers": 0, "num_proc": 1},
         "checkpoint": {
             "save_dir": str(folder / "checkpoints"),
@@ -238,8 +242,13 @@ def picotron(setting: Setting) -> Command | str | None:
             "load_path": "",
         },
         "logging": {"use_wandb": False},
-        # OMP_NUM_THREADS has no effect, because it is set after torch has started.
-        "environment": {"OMP_NUM_THREADS": "1", **environment},
+        "environment": {
+            # has no effect, because it is set after torch has started
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "FLASH_ATTEN": "0",
+            "HF_TOKEN": "none",
+        },
     }
     path = write_json_file(folder / "config.json", config)
     program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
@@ -248,15 +257,12 @@ def picotron(setting: Setting) -> Command | str | None:
     return Command(words, folder, r"Step: \d+\s*\| Loss:\s*([\d.]+|nan|inf)", variables)
 
 
-def trainer(setting: Setting, *flags: str) -> Command | str:
+def trainer(setting: Setting, compiled: bool = False) -> Command | str:
     """Return Hugging Face's Trainer."""
-    folder = setting.folder
     if missing := setting.require("transformers", "accelerate"):
         return missing
-    config = setting.write_hugging_face_config(folder / "hf_trainer")
-    program = [str(HERE / "library_trainers.py"), "trainer", f"--config={config}"]
-    words = setting.launch(setting.options.python, *program, *setting.words, *flags)
-    return Command(words, folder, r"'loss': '?([\d.]+|nan|inf)")
+    words = setting.train_with("trainer", setting.hugging_face_config(), compiled=compiled)
+    return Command(words, setting.folder, r"'loss': '?([\d.]+|nan|inf)")
 
 
 def litgpt(setting: Setting) -> Command | str | None:
@@ -287,14 +293,8 @@ def litgpt(setting: Setting) -> Command | str | None:
         config |= {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False}
     else:
         config |= {"attn_bias": True, "gelu_approximate": "tanh"}
-    path = write_json_file(setting.folder / "litgpt" / "config.json", config)
-    tied = [] if setting.is_llama else ["--tied"]
-    words = [str(HERE / "library_trainers.py"), "litgpt", f"--config={path}", *setting.words, *tied]
-    return Command(
-        [options.python, *words],
-        setting.folder,
-        r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)",
-    )
+    words = setting.train_with("litgpt", config, tied=not setting.is_llama)
+    return Command(words, setting.folder, r"\| iter \d+ step \d+ \| loss train: ([\d.]+|nan|inf)")
 
 
 # In table order; ours first, because every ratio is ours over theirs.
@@ -307,7 +307,7 @@ PROGRAMS: dict[str, Maker] = {
     "nanoGPT helped": functools.partial(nanogpt, helped=True),
     "nanoGPT helped compiled": functools.partial(nanogpt, compiled=True, helped=True),
     "HF Trainer": trainer,
-    "HF Trainer compiled": lambda setting: trainer(setting, "--compile"),
+    "HF Trainer compiled": functools.partial(trainer, compiled=True),
     "litgpt": litgpt,
     "picotron": picotron,
 }
@@ -364,23 +364,10 @@ def write_json_file(path: Path, value: Any) -> Path:
 def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length: int) -> None:
     """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by
     themselves."""
-    model = {
-        "type": "WordLevel",
-        "vocab": {f"t{token}": token for token in range(vocab_size)},
-        "unk_token": "t0",
-    }
-    parts: dict[str, Any] = dict.fromkeys(
-        ("truncation", "padding", "normalizer", "post_processor", "decoder")
-    )
-    splitter = {"type": "WhitespaceSplit"}
-    tokenizer = {
-        "version": "1.0",
-        **parts,
-        "added_tokens": [],
-        "pre_tokenizer": splitter,
-        "model": model,
-    }
-    write_json_file(folder / "tokenizer.json", tokenizer)
+    words = {f"t{token}": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
     write_json_file(
         folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
     )
@@ -389,5 +376,5 @@ def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length:
     texts.mkdir(parents=True, exist_ok=True)
     with (texts / "train.jsonl").open("w") as file:
         for first in range(0, len(tokens) - length + 1, length):
-            words = " ".join(f"t{token}" for token in tokens[first : first + length])
-            file.write(json.dumps({"text": words}) + "\n")
+            text = " ".join(f"t{token}" for token in tokens[first : first + length])
+            file.write(json.dumps({"text": text}) + "\n")

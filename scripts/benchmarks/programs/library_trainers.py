@@ -1,33 +1,32 @@
 """Train with the loop of a library, Hugging Face's Trainer or litgpt's; needs that library and none
 of our packages.
 
-    python library_trainers.py trainer --config=config.json --data=train.bin --batch_size=2 --sequence_length=256
-    python library_trainers.py litgpt --config=config.json --data=train.bin --batch_size=2 --sequence_length=256
+    python library_trainers.py options.json
 
-config.json is a Hugging Face configuration with its model_type, or holds arguments of
-litgpt.Config; train.bin holds 16-bit tokens. Loop, log and optimizer are the library's, with its
-defaults except for the options below.
+The options, which `contestants` writes, name the `library` and its `config`: a Hugging Face
+configuration with its model_type, or arguments of litgpt.Config. `data` is a file of 16-bit tokens.
+Loop, log and optimizer are the library's, with its defaults except for the options below.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset[dict[str, Tensor]]):
     """Consecutive samples of the token file."""
 
-    def __init__(self, path: Path, length: int) -> None:
+    def __init__(self, path: str, length: int) -> None:
         self._tokens, self._length = np.memmap(path, dtype="<u2", mode="r"), length
 
     def __len__(self) -> int:
@@ -39,13 +38,12 @@ class Samples(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(options: argparse.Namespace, folder: str) -> None:
+def trainer(options: SimpleNamespace, folder: str) -> None:
     """Train with Hugging Face's Trainer until killed."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
     torch.manual_seed(1234)
-    values = json.loads(options.config.read_text())
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config = AutoConfig.for_model(options.config.pop("model_type"), **options.config)
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -61,14 +59,14 @@ def trainer(options: argparse.Namespace, folder: str) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        torch_compile=options.compile,
+        torch_compile=options.compiled,
         bf16=options.dtype == "bf16",
     )
     model = AutoModelForCausalLM.from_config(config)
     Trainer(model, arguments, train_dataset=Samples(options.data, options.sequence_length)).train()
 
 
-def litgpt(options: argparse.Namespace, folder: str) -> None:
+def litgpt(options: SimpleNamespace, folder: str) -> None:
     """Run `litgpt pretrain` until killed. Only the data module is ours, because litgpt's read other
     formats."""
     from litgpt import Config
@@ -91,17 +89,15 @@ def litgpt(options: argparse.Namespace, folder: str) -> None:
             tokens = np.fromfile(options.data, dtype="<u2").astype(np.int32)
             count = (len(tokens) - 1) // self._length
             index = np.arange(count)[:, None] * self._length + np.arange(self._length + 1)
-            samples = TensorDataset(torch.from_numpy(tokens[index]))
-            return DataLoader[Any](
-                samples, self._batch_size, shuffle=True, drop_last=True, collate_fn=_stack
-            )
+            samples: Any = torch.from_numpy(tokens[index])
+            return DataLoader[Any](samples, self._batch_size, shuffle=True, drop_last=True)
 
         val_dataloader = train_dataloader
 
     adamw = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     setup(
         model_name="",
-        model_config=Config(**json.loads(options.config.read_text())),
+        model_config=Config(**options.config),
         out_dir=Path(folder),
         precision="bf16-mixed" if options.dtype == "bf16" else "32-true",
         data=TokenFile(),
@@ -124,35 +120,8 @@ def litgpt(options: argparse.Namespace, folder: str) -> None:
     )
 
 
-def _stack(samples: list[tuple[Tensor]]) -> Tensor:
-    return torch.stack([sample for (sample,) in samples])
-
-
-LIBRARIES: dict[str, Callable[[argparse.Namespace, str], None]] = {
-    "trainer": trainer,
-    "litgpt": litgpt,
-}
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=LIBRARIES)
-    for name, kind in (
-        ("config", Path),
-        ("data", Path),
-        ("batch_size", int),
-        ("sequence_length", int),
-    ):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="bf16 is automatic mixed precision",
-    )
-    parser.add_argument("--compile", action="store_true", help="Trainer: compile the model")
-    parser.add_argument("--tied", action="store_true", help="litgpt: tie the embeddings")
-    options = parser.parse_args()
+    options = SimpleNamespace(**json.loads(Path(sys.argv[1]).read_text()))
+    train = {"trainer": trainer, "litgpt": litgpt}[options.library]
     with tempfile.TemporaryDirectory() as folder:
-        LIBRARIES[options.library](options, folder)
+        train(options, folder)
