@@ -105,6 +105,36 @@ FIXED = flags_of(
     "--startup_timeout=60 --save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
+# Each on or off.
+SINGLE = (
+    "truncate_documents=0",
+    "mask_document_starts=1",
+    "shuffle_documents=1",
+    "window_size=5",
+    "logit_soft_cap=1",
+    "logit_z_loss=0.01",
+    "hybrid_norm=1",
+    "input_embedding_norm=1",
+    "use_layer_norm_weight=0",
+    "zero_centered_normalization=1",
+    "rotary_percent=0.5",
+    "scale_attn_by_inverse_layer_idx=1",
+    "add_qkv_biases=1",
+    "activation_type=squared_relu",
+    "embedding_scale=5",
+    "residual_scale=0.3",
+    "attention_scale=0.7",
+    "attention_soft_cap=0.5",
+    "logit_scale=1.7",
+    "skip_bad_steps=1",
+    "lr=1e-2",
+    "full_precision_residual=1",
+    "full_precision_gradients=0",
+    "split_master_weights=1",
+    "store_frozen_weights_in_optimization_precision=0",
+    "attention_softmax_in_fp32=1",
+    "async_checkpoint=1",
+)
 # All that runs may have beside a layout; of each line a run has one, the first with less than the
 # others.
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -130,23 +160,27 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
         "eight bits": (
-            *("", "--fp8=tensorwise", "--fp8=rowwise", "--fp8=delayed", "--int8=1"),
-            *("--fp8=delayed --amax_history_length=1", "--fp8=delayed --amax_history_length=2"),
+            "",
+            "--fp8=tensorwise",
+            "--fp8=rowwise",
+            "--fp8=delayed",
+            "--int8=1",
+            "--fp8=delayed --amax_history_length=1",
+            "--fp8=delayed --amax_history_length=2",
         ),
         "optimizer": ("", "--optimizer=muon", "--optimizer=lion", "--optimizer=sgd"),
         "frozen": (
-            *(
-                "",
-                "--freeze=embedding",
-                "--freeze=*.output.*",
-                "--freeze=*.down.*",
-                "--freeze=blocks.0,blocks.1",
-            ),
+            "",
+            "--freeze=embedding",
+            "--freeze=*.output.*",
+            "--freeze=*.down.*",
+            "--freeze=blocks.0,blocks.1",
             "--freeze=blocks.0.mlp,blocks.1.attention",
         ),
         "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
         "average": (
-            *("", "--ema_type=ema --ema_beta=0.5"),
+            "",
+            "--ema_type=ema --ema_beta=0.5",
             "--ema_type=ema_decay_sqrt --ema_beta=0.5 --ema_switch_iter=2 --ema_decay_iters=3",
         ),
         "evaluation": ("", "--validation_iters=1 --validation_interval=1"),
@@ -161,67 +195,26 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "vocabulary": ("", "--vocab_size=64", "--make_vocab_size_divisible_by=8"),
         "sequence": ("", "--sequence_length=36"),
         "batch": (
-            *("", "--batch_size=24", "--batch_size_schedule=0:12,1:24"),
+            "",
+            "--batch_size=24",
+            "--batch_size_schedule=0:12,1:24",
             "--batch_size=10 --allow_nondivisible_batch_size=1",
         ),
         "loss": ("", f"--loss_mask={MASK}", f"--loss_mask={MASK} --loss_reduction=micro_mean"),
         "tied": ("", "--tie_word_embeddings=1"),
         "clipping": (
-            *(
-                "",
-                "--clip_grad=0",
-                "--clip_grad=0.1",
-                "--clip_grad_style=levanter",
-                "--update_rms_clip=0.5",
-            ),
+            "",
+            "--clip_grad=0",
+            "--clip_grad=0.1",
+            "--clip_grad_style=levanter",
+            "--update_rms_clip=0.5",
             "--clip_update_norm_sigma=1 --clip_update_norm_window=2",
         ),
         "moments": ("", "--adam_nesterov=1", "--adamc_weight_decay=1"),
         "branches": ("", "--parallel_branches=one_norm", "--parallel_branches=two_norms"),
         "loss in parts": ("", "--cross_entropy_splits=3", "--cross_entropy_block_size=7"),
         "documents": ("", "--cross_document_attention=0", "--reset_position_ids=1"),
-        **{
-            flag.strip("-"): ("", flag)
-            for flag in (
-                *(
-                    "--truncate_documents=0",
-                    "--mask_document_starts=1",
-                    "--shuffle_documents=1",
-                    "--window_size=5",
-                ),
-                *(
-                    "--logit_soft_cap=1",
-                    "--logit_z_loss=0.01",
-                    "--hybrid_norm=1",
-                    "--input_embedding_norm=1",
-                ),
-                *(
-                    "--use_layer_norm_weight=0",
-                    "--zero_centered_normalization=1",
-                    "--rotary_percent=0.5",
-                ),
-                *(
-                    "--scale_attn_by_inverse_layer_idx=1",
-                    "--add_qkv_biases=1",
-                    "--activation_type=squared_relu",
-                ),
-                *(
-                    "--embedding_scale=5",
-                    "--residual_scale=0.3",
-                    "--attention_scale=0.7",
-                    "--attention_soft_cap=0.5",
-                    "--logit_scale=1.7",
-                ),
-                *(
-                    "--skip_bad_steps=1",
-                    "--lr=1e-2",
-                    "--full_precision_residual=1",
-                    "--full_precision_gradients=0",
-                ),
-                *("--split_master_weights=1", "--store_frozen_weights_in_optimization_precision=0"),
-                *("--attention_softmax_in_fp32=1", "--async_checkpoint=1"),
-            )
-        },
+        **{flag: ("", f"--{flag}") for flag in SINGLE},
     }
 )
 

@@ -17,26 +17,30 @@ from scripts.proof.ranks import MASK
 
 AREAS = ("model", "optimizer", "averaging", "performance", "multi_stage")
 OTHERS = (
-    *(
-        "training_dtype",
-        "loss_reduction",
-        "logit_z_loss",
-        "cross_document_attention",
-        "truncate_documents",
-    ),
-    *("reset_position_ids", "mask_document_starts", "shuffle_documents"),
+    "training_dtype",
+    "loss_reduction",
+    "logit_z_loss",
+    "cross_document_attention",
+    "truncate_documents",
+    "reset_position_ids",
+    "mask_document_starts",
+    "shuffle_documents",
 )
 # Sizes, and choices for a device.
 LEFT_OUT = (
-    *(*SIZES, "kv_channels", "max_position_embeddings", "rope_original_max_position_embeddings"),
-    *(
-        "init_method_std",
-        "adam_eps",
-        "weight_decay_modules",
-        "cross_entropy_splits",
-        "throttle_cpu",
-    ),
-    *("enable_triton_kernels", "cpu_matmul", "attention_backend", "cross_entropy_impl"),
+    *SIZES,
+    "kv_channels",
+    "max_position_embeddings",
+    "rope_original_max_position_embeddings",
+    "init_method_std",
+    "adam_eps",
+    "weight_decay_modules",
+    "cross_entropy_splits",
+    "throttle_cpu",
+    "enable_triton_kernels",
+    "cpu_matmul",
+    "attention_backend",
+    "cross_entropy_impl",
 )
 DROPOUT = ("attention_dropout", "hidden_dropout", "embedding_dropout")
 
