@@ -8,6 +8,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,11 +194,6 @@ def loopback_bytes() -> int:
     """Return the bytes sent over the loopback device since boot by all processes, or 0 if
     unknown."""
     try:
-        with open("/proc/net/dev", encoding="ascii") as file:
-            fields = {
-                name.strip(): values.split()
-                for name, _, values in (line.partition(":") for line in file)
-            }
-        return int(fields["lo"][8])
-    except (OSError, KeyError, IndexError, ValueError):
+        return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text("ascii"))
+    except OSError:
         return 0
