@@ -8,7 +8,7 @@ import pytest
 
 from scripts.benchmarks import checkpoint, data, preparing
 from scripts.benchmarks.programs import contestants
-from scripts.benchmarks.training import memory, optimizer, settings
+from scripts.benchmarks.training import memory, settings
 
 pytestmark = pytest.mark.guides
 
@@ -22,10 +22,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, three of memory, two of the optimizer, one each of checkpoints,
-    data, preparing and programs; reports and other races have tests of their own."""
+    """Three tables of training, three of memory, one each of checkpoints, data, preparing and
+    programs; reports and other races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 12 and text.count("```bash\n") == 18
+    assert len(COMMANDS) == 10 and text.count("```bash\n") == 16
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -34,11 +34,7 @@ def test_commands_of_the_document_make_its_tables() -> None:
     for command, names in COMMANDS:
         module = command.index("-m") + 1
         program, arguments = command[module].rpartition(".")[2], command[module + 1 :]
-        if program == "optimizer":
-            assert optimizer.parse(arguments).threads in (1, 2) and len(names) == len(
-                optimizer.ROWS
-            )
-        elif program == "memory":
+        if program == "memory":
             options, rows = memory.choose(arguments)
             assert options.ranks == 2 and rows == names
         elif program == "checkpoint":

@@ -14,7 +14,7 @@ import pytest
 
 from scripts.benchmarks import checkpoint, data, pipeline, preparing
 from scripts.benchmarks.commands import TORCHRUN
-from scripts.benchmarks.training import optimizer, profile, report
+from scripts.benchmarks.training import profile, report
 from tests.support import warm_python
 from tests.support.launch import free_port
 
@@ -308,37 +308,6 @@ def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
     text, result = run([*program, "--mib=32", "--turns=1", "--step_s=0"], tmp_path / "results.json")
     assert list(result["rows"]) == [*checkpoint.SAVES, *checkpoint.LOADS]
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
-
-
-TINY_UPDATE = (
-    "--num_layers=1",
-    "--hidden_size=64",
-    "--ffn_hidden_size=96",
-    "--vocab_size=128",
-    "--turns=2",
-)
-
-
-@pytest.mark.slow
-def test_the_optimizer_alone_is_timed_beside_its_peers(tmp_path: Path) -> None:
-    """The program with a process for a row: it ends well, with its table and file."""
-    program = ["-m", "scripts.benchmarks.training.optimizer", *TINY_UPDATE, "--only=none clipped"]
-    text, result = run(program, tmp_path / "optimizer.json")
-    assert len(result["rows"]) == 1 and all(f"| {name} |" in text for name in result["rows"])
-
-
-def test_every_optimizer_row_is_measured_and_agrees_with_its_peer() -> None:
-    """The program fails where weights are apart; here it is made to say how far they are."""
-    options = vars(optimizer.parse(TINY_UPDATE))
-    rows = {name: optimizer.measure(name, options) for name in optimizer.ROWS}
-    for row in rows.values():
-        assert len(row["step_s"]["values"]) == 2 and min(row["step_s"]["values"]) > 0
-        assert set(row["ratios"]) == {optimizer.PLAIN, optimizer.CLIPPED}
-    compared = {
-        name: row["largest_difference"] for name, row in rows.items() if "largest_difference" in row
-    }
-    assert len(compared) == 3 and compared["clip_grad=0"] == 0.0
-    assert max(compared.values()) < 1e-6
 
 
 def test_preparing_is_timed_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
