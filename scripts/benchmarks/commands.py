@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-from scripts.docs.tables import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
@@ -72,30 +66,6 @@ def matching(known: Collection[str], what: str, text: str) -> list[str]:
                 f"no {what} is called {pattern!r}; choose from {list(known)}"
             )
     return [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-
-
-def words_for(module: str, function: str, *arguments: object) -> list[str]:
-    """Return Python's arguments for a process that calls a module's function and prints what it
-    returns as JSON."""
-    code = f"import json, os, sys, {module} as module; print(json.dumps(module.{function}(*json.loads(sys.argv[1]))))"
-    end = "sys.stdout.flush(); os._exit(0)"  # without waiting for workers
-    return ["-W", "ignore", "-c", f"{code}; {end}", json.dumps(arguments, default=str)]
-
-
-def measured_alone(module: str, function: str, *arguments: object) -> Any:
-    """Call a module's function in a process of its own, started in the checkout; return what it
-    returns.
-
-    Raises:
-        RuntimeError: if the process fails, with the end of its stderr.
-    """
-    words = [sys.executable, *words_for(module, function, *arguments)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(
-            f"{module}.{function} failed with exit code {done.returncode}:\n{done.stderr[-2000:]}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def private_environment(folder: Path, pythonpath: str, **more: str) -> dict[str, str]:

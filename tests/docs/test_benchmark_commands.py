@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import checkpoint, data, preparing
+from scripts.benchmarks import checkpoint
 from scripts.benchmarks.programs import contestants
 from scripts.benchmarks.training import memory, settings
 
@@ -22,10 +22,10 @@ COMMANDS = [
 
 
 def test_every_command_of_the_document_is_checked() -> None:
-    """Three tables of training, three of memory, one each of checkpoints, data, preparing and
-    programs; reports and other races have tests of their own."""
+    """Three tables of training, three of memory, one each of checkpoints and programs;
+    reports and other races have tests of their own."""
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert len(COMMANDS) == 10 and text.count("```bash\n") == 16
+    assert len(COMMANDS) == 8 and text.count("```bash\n") == 14
     assert "bash scripts/gpu_report.sh --output=docs/gpu_report.json\n" in text
 
 
@@ -43,14 +43,10 @@ def test_commands_of_the_document_make_its_tables() -> None:
                 *checkpoint.SAVES,
                 *checkpoint.LOADS,
             ]
-        elif program == "data":
-            assert data.parse(arguments).documents == 10**7 and names == list(data.OPENING)
         elif program == "programs":
             assert arguments[0] == "--nanogpt=DIR" and {"nanoGPT helped", *names} <= {
                 *contestants.PROGRAMS
             }
-        elif program == "preparing":
-            assert names == preparing.parse(arguments).rows.split(",")
         else:
             rows = list(
                 settings.chosen(

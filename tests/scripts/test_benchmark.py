@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import checkpoint, data, pipeline, preparing
+from scripts.benchmarks import checkpoint, pipeline
 from scripts.benchmarks.commands import TORCHRUN
 from scripts.benchmarks.training import profile, report
 from tests.support import warm_python
@@ -277,23 +277,6 @@ def test_operations_are_sorted_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_data_sets_are_timed_beside_their_peers(tmp_path: Path) -> None:
-    """The benchmark of data runs with a small set, has every row of the document, and leaves
-    nothing in its folder."""
-    folder, output = tmp_path / "scratch", tmp_path / "data.json"
-    small = ["--documents=20000", "--batches=5", "--turns=1", f"--folder={folder}"]
-    _, found = run(["-m", "scripts.benchmarks.data", *small], output)
-    assert not folder.exists()
-    has_peer = find_spec("megatron") is not None
-    opening = data.OPENING if has_peer else data.OPENING[:1]
-    loading = [f"{name}, {workers} workers" for workers in (1, 2) for name in data.LOADERS]
-    assert list(found["rows"]) == [
-        *opening,
-        *(name for name in loading if has_peer or "core" not in name),
-    ]
-
-
-@pytest.mark.slow
 def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
     """The benchmark of checkpoints runs, has every row of the document, and leaves nothing in its
     folder."""
@@ -308,24 +291,3 @@ def test_checkpoints_are_timed_beside_their_peers(tmp_path: Path) -> None:
     text, result = run([*program, "--mib=32", "--turns=1", "--step_s=0"], tmp_path / "results.json")
     assert list(result["rows"]) == [*checkpoint.SAVES, *checkpoint.LOADS]
     assert all(f"| {name} |" in text for name in result["rows"]) and not folder.exists()
-
-
-def test_preparing_is_timed_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One turn of the rows that need no peer, on a small corpus."""
-    corpus, rows = tmp_path / "x.jsonl", ["ours", "ours by tokenizers"]
-    corpus.write_text(
-        "".join(json.dumps({"text": f"some words {number}"}) + "\n" for number in range(500))
-    )
-    words = [
-        str(corpus),
-        f"--folder={tmp_path / 'work'}",
-        "--turns=1",
-        f"--output={tmp_path / 'x.json'}",
-    ]
-    assert preparing.main([*words, f"--rows={','.join(rows)}"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:4]] == rows
-    assert (
-        json.loads((tmp_path / "x.json").read_text())["rows"]["ours"]["ratios"]["ours"]["median"]
-        == 1.0
-    )

@@ -44,7 +44,6 @@ NEED_NO_PACKAGE |= {
     "scripts.docs.reliability",
 }
 NEED_NO_PACKAGE |= {
-    "scripts.benchmarks.preparing",
     "scripts/fresh_environment.py",
     "scripts.cluster.pull_cable",
 }
