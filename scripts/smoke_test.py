@@ -38,7 +38,7 @@ MODEL_FLAGS = (
 )
 TRAINING_FLAGS = (
     f"--batch_size=16 --sequence_length={SEQUENCE_LENGTH} --lr=3e-3 --log_interval=1 --validation_iters=4"
-    " --max_checkpoints=2 --num_workers=1 --deterministic=1"
+    f" --max_checkpoints=2 --num_workers=1 --deterministic=1 --vocab_size={VOCAB_SIZE} --split=90,10,0"
 )
 
 
@@ -97,14 +97,8 @@ class Smoke:
         corpus = self.folder / "corpus.jsonl"
         prefix = self.folder / "corpus"
         self.call(ROOT / "scripts" / "build_corpus.py", "--output", corpus, "--max_bytes", "1e6")
-        self.call(
-            self.program("scripts/prepare_data.py"),
-            corpus,
-            "--output_prefix",
-            prefix,
-            "--tokenizer",
-            "byte",
-        )
+        words = (corpus, "--output_prefix", prefix, "--tokenizer", "byte")
+        self.call(self.program("scripts/prepare_data.py"), *words)
 
     def program(self, path: str) -> Path:
         """Return a program of the checkout, or the command that pip installed for it."""
@@ -126,41 +120,33 @@ class Smoke:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         iterations, interval, warmup = self.size
+        lengths = (
+            f"--train_iters={iterations} --lr_warmup_iters={warmup} --checkpoint_interval={interval}"
+            f" --validation_interval={iterations // 2} --export_interval={iterations}"
+        )
         command = [
             sys.executable,
             str(self.program("pretrain_gpt.py")),
-            *MODEL_FLAGS.split(),
-            *TRAINING_FLAGS.split(),
-        ]
-        command += [
-            f"--train_iters={iterations}",
-            f"--lr_warmup_iters={warmup}",
-            f"--checkpoint_interval={interval}",
-        ]
-        command += [f"--validation_interval={iterations // 2}", f"--export_interval={iterations}"]
-        command += [
-            f"--vocab_size={VOCAB_SIZE}",
+            *f"{MODEL_FLAGS} {TRAINING_FLAGS} {lengths}".split(),
             f"--data_path={self.folder / 'corpus'}",
-            "--split=90,10,0",
+            f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}",
+            f"--experiment_dir={self.folder / experiment}",
+            *self.flags,
         ]
-        command += [f"--tokenizer_file={self.folder / 'corpus.tokenizer.json'}"]
-        command += [f"--experiment_dir={self.folder / experiment}", *self.flags]
         size = str(self.world_size)
-        job = {
+        job = os.environ | {
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        places = [
-            os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            for rank in range(self.world_size)
-        ]
+        ranks = []
         with self.log.open("ab") as log:
-            ranks = [
-                subprocess.Popen(command, env=place, cwd=self.folder, stdout=log, stderr=log)
-                for place in places
-            ]
+            for number in range(self.world_size):
+                place = job | {"RANK": str(number), "LOCAL_RANK": str(number)}
+                ranks.append(
+                    subprocess.Popen(command, env=place, cwd=self.folder, stdout=log, stderr=log)
+                )
         try:
             while max(self.losses(experiment), default=0) < kill_after:
                 codes = [rank.poll() for rank in ranks]
@@ -338,13 +324,8 @@ def main() -> int:
             step()
         del result["failed"]
     except Exception as error:
-        expected = isinstance(error, SmokeError)
-        reason = (
-            str(error)
-            if expected
-            else str(missing_package(error) or f"{type(error).__name__}: {error}")
-        )
-        result.update(ok=False, reason=reason)
+        said = error if isinstance(error, SmokeError) else missing_package(error)
+        result.update(ok=False, reason=str(said or f"{type(error).__name__}: {error}"))
         if smoke.log.exists():
             tail = smoke.log.read_text("utf-8", errors="replace").splitlines()[-40:]
             note("the last lines of the log:\n" + "\n".join(tail))

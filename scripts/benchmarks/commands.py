@@ -8,6 +8,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from megatron_lite.cli.script_parser import COUNT
+
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
@@ -36,15 +38,8 @@ def measuring_parser(
             help="count only turns in which other programs used at most this share of the cores",
         )
     for name, default in counts.items():
-        parser.add_argument(f"--{name}", type=count, default=default, help=f"default {default}")
+        parser.add_argument(f"--{name}", type=COUNT, default=default, help=f"default {default}")
     return parser
-
-
-def count(text: str) -> int:
-    """Parse a count of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return int(text)
 
 
 def names_in(text: str) -> list[str]:

@@ -153,14 +153,6 @@ class Turns:
             for name in self.counted
         }
 
-    def measured(
-        self, *figures: str, others: Callable[[str], Iterable[str]]
-    ) -> dict[str, dict[str, Any]]:
-        """Measure all rounds; return the rows."""
-        for _ in self.run():
-            pass
-        return self.rows(*figures, others=others)
-
 
 def reason_of(error: Exception) -> str:
     """Describe an error in one line of at most 300 characters."""

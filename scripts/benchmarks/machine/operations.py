@@ -120,20 +120,24 @@ class Operations:
     def products(self) -> dict[str, Any]:
         """Return the FLOP/s of the three products of linear layers on a grid of sizes."""
         axes = SIZES[self.kind]
-        rates: dict[str, Any] = {
-            kind: [[[] for _ in axes["inputs"]] for _ in axes["tokens"]] for kind in PRODUCT_KINDS
+        rates = {
+            kind: [
+                [
+                    [
+                        self._product_rate(kind, tokens, inputs, outputs)
+                        for outputs in axes["outputs"]
+                    ]
+                    for inputs in axes["inputs"]
+                ]
+                for tokens in axes["tokens"]
+            ]
+            for kind in PRODUCT_KINDS
         }
-        for (t, tokens), (i, inputs), outputs in itertools.product(
-            enumerate(axes["tokens"]), enumerate(axes["inputs"]), axes["outputs"]
-        ):
-            most = int(MOST_FLOPS[self.kind] / (2 * inputs * outputs))
-            for kind in PRODUCT_KINDS:
-                rates[kind][t][i].append(
-                    self._product_rate(kind, max(64, min(tokens, most)), inputs, outputs)
-                )
         return {**{name: list(axes[name]) for name in AXES}, "flops_per_s": rates}
 
     def _product_rate(self, kind: str, tokens: int, inputs: int, outputs: int) -> float:
+        most = int(MOST_FLOPS[self.kind] / (2 * inputs * outputs))
+        tokens = max(64, min(tokens, most))
         total = torch.zeros(outputs, inputs, device=self.device)
         runs: dict[str, Callable[[Any], Any]] = {
             "forward": lambda t: affine(t[0], t[1]),
