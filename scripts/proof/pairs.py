@@ -158,17 +158,15 @@ class Pairs:
         others = [name for name in self._factors if name not in (*first, *layout)]
         for some in (layout, others):
             self._dice.shuffle(some)
-        decided, row = dict(given), dict(given)
+        row = dict(given)
         for name in (*first, *layout, *others):
-            if name in decided:
-                continue
-            for value in self._by_gain(name, decided):
-                if self._is_first(name, value) or not self._refusal({**row, name: value}):
-                    decided[name] = value
-                    if not self._is_first(name, value):
-                        row[name] = value
-                    break
-        return row
+            if name not in row:
+                row[name] = next(
+                    value
+                    for value in self._by_gain(name, row)
+                    if self._is_first(name, value) or not self._refusal({**row, name: value})
+                )
+        return self._shown(row, given)
 
     def meet(self, row: Row) -> None:
         """Count the pairs of a row as met."""

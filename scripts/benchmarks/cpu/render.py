@@ -133,37 +133,34 @@ def memory(rows: Rows) -> float | None:
     return rows[PROGRAM]["peak_rss_bytes"] / min(sound) if sound and PROGRAM in rows else None
 
 
-def _against(
-    title: str,
-    place: str,
-    programs: Sequence[str],
-    steps: Sequence[str],
-    limits: tuple[float, float],
-) -> Iterator[Goal]:
-    """Yield the goals of step times in one place: our program over others, our step over others."""
-    for peer in programs:
-        yield Goal(f"{title}: program / {peer}", f"programs {{}} {place}", program(peer), *limits)
-    for peer in steps:
-        yield Goal(f"{title}: step / {peer}", f"steps {{}} {place}", step(OURS, peer), *limits)
-
-
-def _one_process(title: str, place: str, limits: tuple[float, float]) -> Iterator[Goal]:
-    yield from _against(title, place, PEERS, ("torch", "torch compiled"), limits)
-    share = step("products", OURS)
-    title += ": share of a step that is matrix products"
-    yield Goal(title, f"steps {{}} {place}", share, 0.85, 0.92, at_least=True)
-
-
 _CORES = "one process, all cores"
-_THREAD = "one process, one thread"
 _RANKS = "two ranks"
+_TORCH = ("torch", "torch compiled")
+# Title, place, programs and steps to compare with, goal, moonshot.
+_PLACES = (
+    (_CORES, CORES, PEERS, _TORCH, 0.92, 0.80),
+    ("one process, one thread", THREAD, PEERS, _TORCH, 0.90, 0.80),
+    (_RANKS, RANKS, ("nanoGPT", "HF Trainer", "picotron"), ("DDP", "HF DDP"), 0.90, 0.82),
+)
+
+
+def _goals_of_places() -> Iterator[Goal]:
+    """Yield the goals of step times: our program over others, our step over others, and the share
+    of products."""
+    for title, place, programs, steps, limit, moonshot in _PLACES:
+        programs_run, steps_run = (f"{kind} {{}} {place}" for kind in ("programs", "steps"))
+        for peer in programs:
+            yield Goal(f"{title}: program / {peer}", programs_run, program(peer), limit, moonshot)
+        for peer in steps:
+            yield Goal(f"{title}: step / {peer}", steps_run, step(OURS, peer), limit, moonshot)
+        if place != RANKS:
+            share = f"{title}: share of a step that is matrix products"
+            yield Goal(share, steps_run, step("products", OURS), 0.85, 0.92, at_least=True)
+
+
 _TWO, _SPLIT, _SHARDS = (f"steps {{}} {place}" for place in (RANKS, TENSOR, HYBRID))
 GOALS = (
-    *_one_process(_CORES, CORES, (0.92, 0.80)),
-    *_one_process(_THREAD, THREAD, (0.90, 0.80)),
-    *_against(
-        _RANKS, RANKS, ("nanoGPT", "HF Trainer", "picotron"), ("DDP", "HF DDP"), (0.90, 0.82)
-    ),
+    *_goals_of_places(),
     Goal(f"{_RANKS}: step of ZeRO-3 / ZeRO-1", _TWO, step("ZeRO-3", "ZeRO-1"), 1.04, 1.00),
     Goal(f"{_RANKS}: step of ZeRO-3 / FSDP2", _TWO, step("ZeRO-3", "FSDP2"), 0.65, 0.55),
     Goal("tensor parallelism: step / torch", _SPLIT, step("TP", "torch TP"), 0.80),
