@@ -417,6 +417,55 @@ def test_norms_keep_what_the_guide_says() -> None:
         assert held - plain == 8192 * expected, changes
 
 
+# Like Gemma 2, with capped scores, and OLMo 3: families with patterns.
+GEMMA_2: dict[str, Any] = dict(
+    RMS,
+    add_linear_biases=False,
+    zero_centered_normalization=True,
+    norm_placement="both",
+    gated=True,
+    activation_type="gelu",
+    embedding_scale=128**0.5,
+    attention_scale=0.07,
+    attention_pattern=("window", "full"),
+    window_size=100,
+    attention_soft_cap=50.0,
+    logit_soft_cap=30.0,
+)
+OLMO_3: dict[str, Any] = dict(
+    RMS,
+    **POST,
+    add_linear_biases=False,
+    tie_word_embeddings=False,
+    gated=True,
+    attention_pattern=("window", "window", "window", "full"),
+    window_size=70,
+    window_rotary_base=10000.0,
+    rope_type="yarn",
+    rope_factor=4.0,
+    rope_original_max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize("training_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [GEMMA_2, OLMO_3], ids=["gemma2", "olmo3"])
+def test_peaks_of_families_with_patterns(family: dict[str, Any], training_dtype: str) -> None:
+    """Where the MLPs need most and where attention does, whose scores may be capped."""
+    heads = dict(num_attention_heads=16, kv_channels=32, ffn_hidden_size=64, vocab_size=100)
+    for options in ({}, heads):
+        config = tiny_config(1, **{**SIZES, "training_dtype": training_dtype, **family, **options})
+        planned, measured = peaks(config)
+        assert planned == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("family", [GEMMA_2, OLMO_3], ids=["gemma2", "olmo3"])
+def test_state_of_families_with_patterns(family: dict[str, Any]) -> None:
+    """To the byte what two ranks allocate and exchange with ZeRO 3 in bf16."""
+    options = dict(family, zero_stage=3, training_dtype="bf16", num_layers=4)
+    for rank, (books,) in enumerate(run_distributed(2, run_steps, [options])):
+        assert planned(2, options) == books, rank
+
+
 FACTORS = dict(embedding_scale=5.0, residual_scale=0.3, attention_soft_cap=0.5, logit_scale=1.7)
 PEAK_CASES: list[dict[str, Any]] = [
     dict(**POST, **RMS, hidden_dropout=0.1, training_dtype="bf16", vocab_size=100),

@@ -60,6 +60,7 @@ def flops_of(plan: Plan) -> float:
             num_layers=3,
         ),
         dict(recompute_layers=1, tie_word_embeddings=False, window_size=5, **LLAMA),
+        dict(window_size=5, attention_pattern=("window", "full"), num_layers=3, **LLAMA),
         dict(cross_entropy_block_size=16, mlp_recompute_level="none,full:1"),
         dict(training_dtype="bf16", qk_layernorm=True, kv_channels=12, cross_entropy_splits=4),
     ],
