@@ -212,14 +212,19 @@ def _batch(plan: Plan) -> Iterator[str]:
     if batch.eval_micro_batch_size and (training.validation_iters or training.test_iters):
         yield f"  {batch.eval_micro_batch_size:,} samples per micro-batch of a validation"
     if training.sample_interval is not None:
-        yield f"  samples (--sample_interval) keep {_cache_bytes(plan):,} bytes per token, 8 texts at a time"
+        yield (
+            f"  samples (--sample_interval) keep up to {_cache_bytes(plan):,} bytes of keys and values per text of "
+            f"{batch.sequence_length:,} tokens, 8 texts at a time"
+        )
 
 
 def _cache_bytes(plan: Plan) -> int:
-    """Return the bytes of one token's keys and values in all blocks."""
-    model, dtype = plan.config.model, DTYPES[plan.config.distributed.training_dtype]
+    """Return the bytes of the keys and values of the longest text, in all blocks."""
+    model, length = plan.config.model, plan.config.batch.sequence_length
+    tokens = sum(min(window or length, length) for window in model.windows)
     key_heads = max(1, model.head_groups // plan.model.tensor.world_size)
-    return 2 * model.num_layers * key_heads * model.kv_channels * dtype.itemsize
+    itemsize = DTYPES[plan.config.distributed.training_dtype].itemsize
+    return 2 * tokens * key_heads * model.kv_channels * itemsize
 
 
 def _state(plan: Plan) -> Iterator[str]:

@@ -196,22 +196,23 @@ def test_neither_broken_logits_nor_a_signal_leave_half_a_line(
 def test_a_dry_run_says_what_samples_keep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run shows the bytes that a cache takes per token."""
+    """A dry run shows the bytes that a cache takes for a text, with a window in one block of two."""
     from megatron_lite.planner.report import dry_run
 
-    config = tiny_config(**(options(tmp_path) | LLAMA | {"dry_run": True}))
+    some = dict(window_size=7, attention_pattern=("window", "full"), dry_run=True)
+    config = tiny_config(**(options(tmp_path) | LLAMA | some))
     assert dry_run(config, config, 1, (), (), prints=True) == 0
-    cache = KeyValueCache(1, 1)
+    length = config.batch.sequence_length
+    cache = KeyValueCache(1, length)
     like = torch.zeros(1, config.model.head_groups or 0, 1, config.model.kv_channels or 0)
     kept = [
         pair
         for block in range(config.model.num_layers)
-        for pair in cache.of(str(block), like, None)
+        for pair in cache.of(str(block), like, config.model.window(block))
     ]
-    assert (
-        f"keep {sum(keys.nbytes + values.nbytes for keys, values in kept):,} bytes per token"
-        in capsys.readouterr().out
-    )
+    size = sum(keys.nbytes + values.nbytes for keys, values in kept)
+    shown = f"keep up to {size:,} bytes of keys and values per text of {length} tokens"
+    assert shown in capsys.readouterr().out
 
 
 def test_a_sample_that_does_not_fit_is_found_before_training(tmp_path: Path) -> None:
