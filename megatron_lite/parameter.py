@@ -47,7 +47,7 @@ class ParameterSpec:
     name: str  # global and stable: checkpoints and initial values depend on it
     shape: tuple[int, ...]  # global
     initializer: Initializer
-    weight_decay: bool = True
+    weight_decay: float = 1.0  # factor on weight decay; 0: none
     lr_scale: float = 1.0  # factor on the learning rate; 0: frozen
     # A hidden matrix, which Muon updates as a whole: the rows of each linear map stored in it, from
     # the top (queries, keys, values). Empty: no matrix, or one that does not map between hidden

@@ -63,6 +63,7 @@ def _read_by(*types: str) -> tuple[Rule]:
 YARN, LLAMA3 = _read_by("yarn"), _read_by("llama3")
 LONGROPE = _read_by("longrope")
 norm_weight_option = idle_unless("use_layer_norm_weight")
+mup_option = idle_unless("mup")
 
 
 @dataclass
@@ -314,6 +315,25 @@ class ModelConfig(Area):
     init_method_std_mlp_2: NonNegativeFloat = optional(
         "standard deviation of initial weights of the second MLP layer",
         "init_method_std / sqrt(2 * num_layers)",
+    )
+    mup: bool = option(
+        False,
+        "muP: fit learning rates, initial weights, attention scores and logits, as set for a narrower base model, to "
+        "this width",
+        needs=(
+            Rule("mup_base_hidden_size", "the width of the base model is missing"),
+            Rule("optimizer=adamw|muon|lion", "clipping changes SGD's factors"),
+        ),
+    )
+    mup_base_hidden_size: PositiveInt | None = mup_option(
+        None,
+        "hidden_size of the base model, whose heads together and MLP are narrower by the same factor",
+        unset="required by mup",
+    )
+    mup_base_kv_channels: PositiveInt | None = mup_option(
+        None,
+        "channels per head of the base model",
+        unset="kv_channels: wider models have more heads",
     )
     layer_norm_init_range: Fraction = norm_weight_option(
         0.0, "draw initial norm weights uniformly from 1 +- this (zero-centered: 0 +- this)"

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.config import Config, JsonObject, ModelConfig, Options
+from megatron_lite.config.mup import with_factors
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.errors import UsageError
 
@@ -458,11 +459,12 @@ def check_exports(config: Config) -> str | None:
 def _needs(architecture: str, model: ModelConfig) -> list[str]:
     """List the flags that the model would have to change, with the required values."""
     needs, table = [], ARCHITECTURES[architecture]
+    note, model = ", with muP's factors" if model.mup else "", with_factors(model)
     for name, value in table.fixed.items():
         actual = getattr(model, name)
         assert actual is not None or FLAGS[name].optional, f"{name} is not resolved"
         if not allowed(value, actual):
-            needs.append(f"--{name}={written(value)} (not {written(actual)})")
+            needs.append(f"--{name}={written(value)} (not {written(actual)}{note})")
     if table.rotates_windows and not all(
         model.rotates(block)
         == (window is not None or not (table.never_rotates_others or any(model.windows)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_lite.checkpoint.saved_state import check_value
 from megatron_lite.config import Config, JsonObject, ModelConfig, Options
+from megatron_lite.config.mup import with_factors
 from megatron_lite.config.system import DTYPES
 from megatron_lite.config.values import FLAGS, LARGEST_INTEGER, BadValueError
 from megatron_lite.errors import CheckpointError
@@ -517,7 +518,7 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     Raises:
         UsageError: if no architecture can express the model.
     """
-    model = config.model
+    model = with_factors(config.model)
     name = check_exportable(model, config.training.export_model_type)
     architecture = ARCHITECTURES[name]
     dtype = DTYPES[config.training.export_dtype].torch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import cast
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
+from megatron_lite.config.mup import Factors, factors, with_factors
 from megatron_lite.config.structured_values import lr_scale_patterns
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.choice import REFERENCES, Kernels
@@ -16,7 +18,7 @@ from megatron_lite.model.layer import Layer, Linear
 from megatron_lite.model.parameter_patterns import selected, set_lr_scales, set_weight_decay
 from megatron_lite.model.rotary import Rotary
 from megatron_lite.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
-from megatron_lite.parameter import Parameter
+from megatron_lite.parameter import Parameter, ParameterSpec
 
 _DEFAULT_PERFORMANCE = PerformanceConfig()
 
@@ -31,9 +33,11 @@ def build_gpt(
 ) -> list[Layer]:
     """Build the layers on the meta device, in order: embedding, blocks, head with loss.
 
-    config: after `resolve`. sequence_length: positions in the rotary table. performance: what to
-    recompute. parallel: the tensor-parallel split of the layers.
+    config: after `resolve`; muP's factors on scores and logits apply. sequence_length: positions in
+    the rotary table. performance: what to recompute. parallel: the tensor-parallel split of the
+    layers.
     """
+    config = with_factors(config)
     rotary = Rotary(config, sequence_length) if config.use_rotary_embeddings else None
     embedding = Embedding(config, kernels, parallel)
     blocks = [
@@ -68,9 +72,31 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
     set_weight_decay(
         parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules
     )
+    if config.model.mup:
+        set_width_factors(parameters, factors(config))
     if config.performance.eight_bit:
         round_products(layers, config.performance, kernels, parallel.group)
     return layers
+
+
+def set_width_factors(parameters: Iterable[Parameter], of_kinds: Mapping[str, Factors]) -> None:
+    """Multiply initial values and learning rates by muP's factors; weight decay per step stays."""
+    for parameter in parameters:
+        spec, of_kind = parameter.spec, of_kinds[kind_of(parameter.spec)]
+        initializer = replace(spec.initializer, scale=spec.initializer.scale * of_kind.initial_std)
+        parameter.spec = replace(
+            spec,
+            initializer=initializer,
+            lr_scale=spec.lr_scale * of_kind.learning_rate,
+            weight_decay=spec.weight_decay / of_kind.learning_rate,
+        )
+
+
+def kind_of(spec: ParameterSpec) -> str:
+    """Return a parameter's kind in `config.mup`: hidden, output or input."""
+    if spec.matrix_rows:
+        return "hidden"
+    return "output" if len(spec.shape) == 2 and not spec.embedding else "input"
 
 
 def round_products(

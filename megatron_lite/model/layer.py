@@ -94,9 +94,7 @@ class Linear(torch.nn.Module):
             biases = weights if config.random_bias_init else Initializer("constant", 0.0)
             of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
             self.bias = declare(
-                ParameterSpec(
-                    f"{name}.bias", (out_size,), biases, weight_decay=False, split=of_bias
-                )
+                ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=0.0, split=of_bias)
             )
 
     def products(self, seed: int | None) -> Products:
@@ -140,12 +138,12 @@ class Norm(torch.nn.Module):
                 "around_zero" if self.kind.zero_centered else "around_one", init_range
             )
             self.weight = declare(
-                ParameterSpec(f"{name}.weight", shape, weights, weight_decay=False, split=split)
+                ParameterSpec(f"{name}.weight", shape, weights, weight_decay=0.0, split=split)
             )
         if config.use_layer_norm_weight and config.use_layer_norm_bias and centered:
             zeros = Initializer("constant", 0.0)
             self.bias = declare(
-                ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=False, split=split)
+                ParameterSpec(f"{name}.bias", shape, zeros, weight_decay=0.0, split=split)
             )
 
     @property

@@ -61,14 +61,15 @@ def set_weight_decay(
     }
     for parameter in parameters:
         spec = parameter.spec
-        decays = spec.weight_decay
+        decays = spec.weight_decay > 0.0
         masks = {
             None: False,
             "fast_llm": decays,
             "levanter": decays and not spec.embedding,
             "off": True,
         }
-        parameter.spec = dataclasses.replace(spec, weight_decay=spec.name in chosen or masks[mask])
+        decays = spec.name in chosen or masks[mask]
+        parameter.spec = dataclasses.replace(spec, weight_decay=float(decays))
 
 
 def selected(flag: str, pattern: str, names: Sequence[str]) -> list[str]:

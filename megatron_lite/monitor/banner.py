@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_lite.config import BatchConfig, Config
 from megatron_lite.config.dimensions import DATA
+from megatron_lite.config.mup import factors, width_ratio
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import deterministic_ways
@@ -24,7 +26,7 @@ from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.kernels.products import describe_products
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
-from megatron_lite.model.gpt import parameters_of
+from megatron_lite.model.gpt import kind_of, parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.schedule_picture import DrawnStep
@@ -93,8 +95,26 @@ def choice_lines(
     if config.training.train_iters > 0 and config.optimizer.weight_decay > 0:
         decay = parameter_patterns.describe(parameters_of(layers))
         yield decay, decay if config.optimizer.weight_decay_modules else decay.partition(": ")[0]
+    if config.model.mup:
+        yield from ((line, line) for line in mup_lines(config, layers))
     if config.distributed.deterministic:
         yield (ways := deterministic_ways(device, kernels.triton)), ways
+
+
+def mup_lines(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield a table of muP's factors on what the options state, one row per kind of tensors."""
+    yield (
+        f"muP for {width_ratio(config.model):g} times the width of the base model; factors on its values:"
+    )
+    titles = ("tensors", "parameters", "initial std", "learning rate", "weight decay", "output")
+    yield "".join(f"{title:>15}" for title in titles)
+    counts = Counter[str]()
+    for parameter in parameters_of(layers):
+        counts[kind_of(parameter.spec)] += parameter.spec.numel
+    for kind, (initial_std, rate, output) in factors(config).items():
+        if count := counts[kind]:
+            cells = (f"{factor:.6g}" for factor in (initial_std, rate, 1 / rate, output))
+            yield "".join(f"{cell:>15}" for cell in (kind, f"{count:,}", *cells))
 
 
 def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, str]]:

@@ -72,11 +72,23 @@ def model(draft: Draft) -> Problems:
     fill(draft, hybrid_norm=draft.norm_placement == "both")
     if draft.hybrid_norm != (draft.norm_placement == "both"):
         yield "hybrid_norm norm_placement", "hybrid_norm means both; leave one of the two out"
+    if draft.mup and draft.mup_base_hidden_size is not None:
+        hidden = draft.mup_base_hidden_size
+        yield from _mup(draft)
     std = draft.init_method_std = default(draft.init_method_std, hidden**-0.5)
     fill(draft, init_method_std_embed=std, init_method_std_qkv=std, init_method_std_mlp_1=std)
     # every block adds two outputs to the residual stream
     residual_std = std / math.sqrt(2 * draft.num_layers)
     fill(draft, init_method_std_attn_proj=residual_std, init_method_std_mlp_2=residual_std)
+
+
+def _mup(draft: Draft) -> Problems:
+    """Derive the base model's channels per head, and check that this model is a multiple of it."""
+    fill(draft, mup_base_kv_channels=draft.kv_channels)
+    for name in ("hidden_size", "kv_channels"):
+        if getattr(draft, name) % getattr(draft, f"mup_base_{name}"):
+            rule = f"write a divisor of {name}: this model must be a whole number of times as wide as its base"
+            yield f"mup_base_{name} {name}", rule, "mup"
 
 
 def performance(draft: Draft) -> Problems:

@@ -44,7 +44,7 @@ class UpdateRange:
     start: int
     end: int
     is_matrix: bool
-    weight_decay: bool
+    weight_decay: float
     lr_scale: float
     slot: int  # index of the first parameter in the layout
 
@@ -143,7 +143,7 @@ class FlatLayout:
                         yield spec, tile._replace(offset=start + tile.offset)
 
 
-def _update_kind(spec: ParameterSpec) -> tuple[bool, bool, float]:
+def _update_kind(spec: ParameterSpec) -> tuple[bool, float, float]:
     return bool(spec.matrix_rows), spec.weight_decay, spec.lr_scale
 
 

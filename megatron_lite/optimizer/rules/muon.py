@@ -89,7 +89,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     lr_scale: float
-    weight_decay: bool
+    weight_decay: float
     tiles: tuple[
         tuple[int, Tile], ...
     ] = ()  # (rank, tile of the matrix with its offset in the trainable range)
@@ -242,7 +242,7 @@ class _Plan:
             for tensor_rank, tile in matrix.tiles:
                 start, end = max(tile.offset - low, 0), min(tile.end - low, numel)
                 if tensor_rank == distributed.tensor.rank and start < end:
-                    self.rows.append(Range(start, end, matrix.lr_scale, float(matrix.weight_decay)))
+                    self.rows.append(Range(start, end, matrix.lr_scale, matrix.weight_decay))
                     self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
 
 

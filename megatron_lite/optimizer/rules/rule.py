@@ -72,7 +72,5 @@ def ranges_of(
         for start, end, counts in segments:
             start, end = max(start, row.start), min(end, row.end)
             if start < end:
-                rows.append(
-                    Range(start, end, row.lr_scale, float(row.weight_decay), row.slot, counts)
-                )
+                rows.append(Range(start, end, row.lr_scale, row.weight_decay, row.slot, counts))
     return Ranges(rows, distributed.device)
