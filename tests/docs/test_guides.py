@@ -23,6 +23,8 @@ MEASURED = [pair for pair in SHOWN if "--dry_run=1" not in pair[0]]
 WHOLE = {"optimizer": 1e-3, "schedules": 1e-9}
 # Numbers, dates and device words differ from machine to machine; everything else may not.
 NUMBER = re.compile(r"[+-]?\d[\d,.]*(e[+-]\d+)?")
+# whose flags guides name, beside commands
+SCRIPTS = ("check_mup", "concatenate_dataset", "plot_schedule")
 PLAIN_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
 
 
@@ -130,7 +132,7 @@ def test_flags_of_guides_exist(guide: str) -> None:
     that it shows."""
     known = {*SPELLINGS, "nproc", "local"}  # of torchrun --nproc-per-node, hf download --local-dir
     known |= {"model", "model_args", "tasks", "include_path", "device"}  # of lm_eval
-    scripts = [ROOT / "scripts" / f"{name}.py" for name in ("concatenate_dataset", "plot_schedule")]
+    scripts = [ROOT / "scripts" / f"{name}.py" for name in SCRIPTS]
     scripts += (ROOT / "megatron_lite" / "commands").glob("*.py")
     modules = [
         ROOT / "megatron_lite" / name for name in ("cli/model_arguments.py", "cli/prepare_data.py")
