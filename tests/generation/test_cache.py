@@ -87,6 +87,29 @@ def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> No
         )
 
 
+LONG = 64  # new tokens, many times as many as a window has
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "gemma3_text" else [pytest.mark.slow])
+        for name in families.FAMILIES
+    ],
+)
+def test_long_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """From a prompt within a window to many times its length, where it turns around in the cache."""
+    learned = "n_positions" in families.FAMILIES[name]
+    families.write_folder(
+        name, tmp_path, **{"n_positions" if learned else "max_position_embeddings": 128}
+    )
+    theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 80, "fp32", CPU)
+    prompts = [families.random_tokens(1, length, seed=9)[0].tolist() for length in (3, 9)]
+    for text in grow(ours, prompts, rows=2, new_tokens=LONG, longest=80):
+        assert len(text.tokens) == LONG
+        assert text.tokens == generated(theirs, text.prompt, LONG)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_longrope_follows_the_length_of_the_text_so_far(rows: int, tmp_path: Path) -> None:
     """Short factors up to the original length, long ones beyond. Where a text grows past it,

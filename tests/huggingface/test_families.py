@@ -32,24 +32,12 @@ from tests.support.families import (
 )
 from tests.support.harness import run_distributed, train_whole
 
-ITERATIONS = 3
+ITERATIONS = 5
 LR = 1e-3
-# Adam divides a gradient by its own size: where one is zero but for rounding, float32 decides
-# nothing. With these seeds no element of these models has such a gradient: transformers in float32
-# and in float64 agree to 1e-6.
-SEEDS = {
-    "stablelm": 2,
-    "glm4": 3,
-    "llama, llama3 rope, tied, attention biases": 1,
-    "llama, linear rope, MLP biases": 1,
-    "gpt2": 2,
-    "gpt_bigcode, multi-query": 2,
-    "qwen2, yarn": 2,
-    "qwen2, window, tied": 2,
-    "olmo3, yarn in full blocks": 2,
-    "gemma2, no caps, untied": 1,
-    "gemma3_text": 4,
-}
+# Adam divides a gradient by its own size. With the usual epsilon of 1e-8 float32 decides nothing where a
+# gradient is zero but for rounding: then transformers in float32 and in float64 differ by up to 3e-5 after five
+# updates, and 8e-7 with this one.
+EPS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -71,6 +59,7 @@ def flags(folder: Path, experiment: Path, *more: str) -> list[str]:
         f"--export_interval={ITERATIONS}",
         "--log_interval=1",
         f"--lr={LR}",
+        f"--adam_eps={EPS}",
         "--weight_decay=0.1",
         "--device=cpu",
         *more,
@@ -105,7 +94,7 @@ def oracle(folder: Path, argv: list[str]) -> tuple[list[float], dict[str, Tensor
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=EPS)
     losses = []
     for tokens in batches(argv):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -118,27 +107,6 @@ def oracle(folder: Path, argv: list[str]) -> tuple[list[float], dict[str, Tensor
     return losses, model.state_dict()
 
 
-def without_key_biases(name: str, value: Tensor, folder: Path) -> Tensor:
-    """Their exact gradient is zero: what is computed is rounding, and Adam divides it by its own
-    size."""
-    config = json.loads((folder / "config.json").read_text())
-    if name.endswith("k_proj.bias"):
-        return torch.zeros_like(value)
-    value = value.clone()
-    if name.endswith("query_key_value.bias"):
-        value.view(config["num_attention_heads"], 3, -1)[:, 1] = 0
-    if not name.endswith("c_attn.bias"):
-        return value
-    size, heads = config["n_embd"], config["n_head"]
-    if config["model_type"] == "gpt2":
-        value[size : 2 * size] = 0
-    elif config["multi_query"]:
-        value[size : size + size // heads] = 0
-    else:
-        value.view(heads, 3, -1)[:, 1] = 0
-    return value
-
-
 # By default the first of each architecture; texts of all of them are compared in
 # tests/generation/test_cache.py.
 FIRST = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
@@ -149,21 +117,21 @@ FIRST = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.valu
     [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES],
 )
 def test_training_equals_transformers(name: str, tmp_path: Path) -> None:
-    """Three updates from an imported folder: losses to 1e-6 relative, exported weights to 1e-5
-    absolute."""
+    """Five updates from an imported folder: losses to 1e-6 relative, exported weights to 1e-6
+    absolute, a thousandth of an update."""
     folder = write_folder(name, tmp_path / "model")
-    seed = f"--seed={SEEDS.get(name, 1234)}"
-    ours = run_from(folder, tmp_path / "run", seed)
-    losses, weights = oracle(folder, flags(folder, tmp_path / "run", seed))
+    ours = run_from(folder, tmp_path / "run")
+    losses, weights = oracle(folder, flags(folder, tmp_path / "run"))
     np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
     exported = load_model(ours.export).state_dict()
     assert exported.keys() == weights.keys()
     for key, expected in weights.items():
-        found, expected = (
-            without_key_biases(key, value, folder) for value in (exported[key], expected)
-        )
         torch.testing.assert_close(
-            found, expected, atol=1e-5, rtol=0.0, msg=lambda text, key=key: f"{key}: {text}"
+            exported[key],
+            expected,
+            atol=1e-6,
+            rtol=0.0,
+            msg=lambda text, key=key: f"{key}: {text}",
         )
 
 
@@ -247,8 +215,6 @@ def test_ranks_and_zero_stages_export_the_same(name: str, tmp_path: Path) -> Non
         # An update moves a weight by about the learning rate; a sign that rounding turns, by twice
         # that.
         bound = 1e-5 if LAYOUTS[name] == "fp32" else 2 * ITERATIONS * LR
-        difference = without_key_biases(key, value, folder) - without_key_biases(
-            key, others[key], folder
-        )
+        difference = value - others[key]
         assert difference.abs().max() < bound, key
         assert difference.abs().mean() < 0.1 * bound, key
