@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scripts.proof.cases import OPTIONS, Case, Layout, flags_of
 from scripts.proof.pairs import LAYOUT, Pair, Pairs, Row
 
 FACTORS = {
@@ -57,6 +58,21 @@ def drawn(seed: int, count: int, refuse: Callable[[Row], str] = refusal) -> tupl
         rows.append(pairs.row())
         pairs.meet(rows[-1])
     return pairs, rows
+
+
+@pytest.mark.parametrize("model", OPTIONS["family"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_model_is_accepted_with_tensor_parallelism_and_long_sequences(
+    model: str, ranks: int
+) -> None:
+    """Else its draws would be refused silently; longrope needs sequences on both sides of its
+    original length."""
+    fixed = {"device": "cpu", "deterministic": "0"}
+    layout = Layout(ranks, {"tensor_parallel": "2"} if ranks > 1 else {})
+    for sequence in OPTIONS["sequence"]:
+        (part,) = Case(flags_of(f"{model} {sequence}"), layout).parts(fixed)
+        if original := part.config.model.longrope_length:
+            assert (part.config.batch.sequence_length > original) == bool(sequence)
 
 
 @pytest.mark.parametrize("seed", range(4))
