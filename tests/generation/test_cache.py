@@ -77,7 +77,7 @@ def test_greedy_texts_are_those_of_transformers(name: str, tmp_path: Path) -> No
     of a full pass."""
     families.write_folder(name, tmp_path)
     theirs, ours = families.load_model(tmp_path), load_model(tmp_path, 40, "fp32", CPU)
-    texts = grow(ours, prompts_of(), rows=3)
+    texts = grow(ours, prompts_of()[:-1], rows=3)
     assert [text.tokens for text in texts] == [generated(theirs, text.prompt) for text in texts]
     for text in texts:
         whole = families.logits_of(theirs, torch.tensor([text.prompt + text.tokens[:-1]]))[0]
