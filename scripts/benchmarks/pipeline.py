@@ -172,6 +172,11 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     return {"median": median, "quartiles": [low, high], "values": list(values)}
 
 
+def median(found: Spread | float | None) -> float | None:
+    """Return the median of a spread, or a number itself."""
+    return found["median"] if isinstance(found, dict) else found
+
+
 def ratio(rows: Rows, own: str, other: str) -> Spread | None:
     """Return the ratio of two rows' times, which a result may only hold in the other direction."""
     direct, reverse = (
@@ -249,8 +254,9 @@ def commit() -> str:
 
 
 def write_json(path: Path | None, result: Result) -> None:
-    """Write a result atomically; without a path do nothing."""
+    """Write a result atomically, and its folder; without a path do nothing."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(result, indent=1, default=str) + "\n").encode())
 
 
@@ -284,8 +290,7 @@ def number(title: str, figure: str, form: str, factor: float = 1.0) -> Column:
     """Return the column of a figure or its median, scaled by `factor`; empty if missing or 0."""
 
     def cell(rows: Rows, name: str) -> str:
-        found = rows[name].get(figure)
-        found = found["median"] if isinstance(found, dict) else found
+        found = median(rows[name].get(figure))
         return format(found * factor, form) if found else ""
 
     return Column(title, cell)

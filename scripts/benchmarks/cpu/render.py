@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from scripts.benchmarks.cpu.__main__ import (
@@ -36,6 +36,7 @@ from scripts.benchmarks.pipeline import (
     Rows,
     compared,
     compared_with,
+    median,
     number,
     over,
     profile_table,
@@ -104,11 +105,6 @@ class Goal(NamedTuple):
             return ""
         met = value >= self.limit if self.at_least else value <= self.limit
         return f"{value:.2f}" if met else f"**{value:.2f}**"
-
-
-def median(found: Any) -> float | None:
-    """Return the median of a spread, or a number itself."""
-    return found["median"] if isinstance(found, dict) else found
 
 
 def step(own: str, other: str) -> Value:

@@ -30,6 +30,7 @@ from megatron_lite.huggingface.weight_map import by_tensor, pieces
 from megatron_lite.kernels.matmul_library import library_for
 from megatron_lite.validation import resolve
 from scripts.benchmarks.commands import TORCHRUN
+from scripts.benchmarks.pipeline import write_json
 from scripts.benchmarks.programs.race import Command
 from scripts.benchmarks.training.model import parameter_specs
 from scripts.benchmarks.training.settings import MODELS, Sizes
@@ -86,7 +87,8 @@ class Setting:
             "dtype": options.dtype,
         }
         name = "_".join([library, *(key for key, value in more.items() if value)])
-        path = write_json_file(self.folder / name / "options.json", values | more)
+        path = self.folder / name / "options.json"
+        write_json(path, values | more)
         return self.launch(options.python, str(HERE / "library_trainers.py"), str(path))
 
     def hugging_face_config(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def picotron(setting: Setting) -> Command | str | None:
         return "no checkout: --picotron=FOLDER"
     if missing := setting.require("transformers", "wandb"):
         return missing
-    write_json_file(folder / "model" / "config.json", setting.hugging_face_config())
+    write_json(folder / "model" / "config.json", setting.hugging_face_config())
     write_tokenizer(folder / "model", folder / "data", options.vocab_size, options.sequence_length)
     write_llama_weights(folder / "hf_model_safetensors", setting.config)
     config = {
@@ -250,7 +252,8 @@ def picotron(setting: Setting) -> Command | str | None:
             "HF_TOKEN": "none",
         },
     }
-    path = write_json_file(folder / "config.json", config)
+    path = folder / "config.json"
+    write_json(path, config)
     program = (str(HERE / "on_cpu.py"), str(options.picotron / "train.py"), f"--config={path}")
     words = [options.python, *TORCHRUN, f"--nproc-per-node={setting.ranks}", *program]
     variables = {"DTYPE": "float32", "PYTHONPATH": str(options.picotron)}
@@ -354,13 +357,6 @@ def write_llama_weights(folder: Path, config: Config) -> None:
     save_file(zeros, folder / "model.safetensors")
 
 
-def write_json_file(path: Path, value: Any) -> Path:
-    """Write JSON and create parent folders; return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1))
-    return path
-
-
 def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length: int) -> None:
     """Write a one-word-per-token tokenizer and train.jsonl in words, for programs that tokenize by
     themselves."""
@@ -368,9 +364,7 @@ def write_tokenizer(folder: Path, texts: Path, vocab_size: int, sequence_length:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_json_file(
-        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
-    )
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     tokens = tokens_of_texts(vocab_size)
     length = 16 * sequence_length + 1  # equal for all lines, because a batch becomes one array
     texts.mkdir(parents=True, exist_ok=True)
