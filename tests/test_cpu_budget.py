@@ -68,14 +68,17 @@ def test_this_process_counts() -> None:
 def test_a_budget_fails_what_is_dearer(
     pytester: pytest.Pytester, budget: float | None, failed: int
 ) -> None:
-    """A slow case has none; a case that fails anyway says why it failed."""
+    """A slow case has none; a case that fails anyway says why it failed. The list in a file has all
+    of them."""
     pytester.makepyfile(CASES)
     more = [] if budget is None else [f"--cpu_budget={budget}"]
-    result = pytester.runpytest_inprocess("-p", "tests.support.cpu_budget", "-rA", *more)
+    result = pytester.runpytest_inprocess(
+        "-p", "tests.support.cpu_budget", "-rA", "--cpu_list=listed.txt", *more
+    )
     result.assert_outcomes(passed=4 - failed, failed=failed)
     listed = result.stdout.str().partition("dearest in seconds of CPU")[2]
     for what in ("::test_slow", "::test_one", "::test_two", "::test_failing", ".py: shared"):
-        assert what in listed
+        assert what in listed and what in (pytester.path / "listed.txt").read_text()
     assert "test_failing - assert False" in result.stdout.str()
     refused = " s of CPU, more than -1 s" in result.stdout.str()
     assert refused == (failed == 3)

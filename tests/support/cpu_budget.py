@@ -1,5 +1,6 @@
-"""A pytest plugin that counts the seconds of CPU of each case, prints the dearest, and with
-`--cpu_budget=2` fails each case above 2 s that is not marked slow.
+"""A pytest plugin that counts the seconds of CPU of each case, prints the dearest, with
+`--cpu_list=FILE` writes all of them to a file, and with `--cpu_budget=2` fails each case above 2 s
+that is not marked slow.
 
 It counts the set-up and the call of a case: the process of the tests, its children that have ended,
 and what its two servers have forked, but not the start of these servers, which many cases share.
@@ -57,17 +58,21 @@ def _shared_name(item: pytest.Item, fixture: str) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "fail a case that takes more seconds of CPU, unless it is marked slow"
     parser.addoption("--cpu_budget", type=float, metavar="SECONDS", help=text)
+    text = "write the seconds of CPU of each case and shared fixture to FILE, dearest first"
+    parser.addoption("--cpu_list", type=Path, metavar="FILE", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuBudget(config.getoption("cpu_budget")))
+    options = config.getoption("cpu_budget"), config.getoption("cpu_list")
+    config.pluginmanager.register(CpuBudget(*options))
 
 
 class CpuBudget:
     """Counts in the process that runs a case, lists in the one that prints."""
 
-    def __init__(self, budget_s: float | None) -> None:
+    def __init__(self, budget_s: float | None, file: Path | None) -> None:
         self.budget_s = budget_s
+        self.file = file
         self._cases: Counter[str] = Counter()  # that use a shared fixture
         self._begun_s = 0.0
         self._shared: dict[str, float] = {}  # seconds of shared fixtures that the case has set up
@@ -125,6 +130,9 @@ class CpuBudget:
         if not self._listed:
             return
         terminalreporter.section("dearest in seconds of CPU")
-        dearest = sorted(self._listed.items(), key=lambda pair: -pair[1])[:PRINTED]
-        for what, seconds in dearest:
-            terminalreporter.line(f"{seconds:8.2f}  {what}")
+        dearest = sorted(self._listed.items(), key=lambda pair: -pair[1])
+        lines = [f"{seconds:8.2f}  {what}" for what, seconds in dearest]
+        for line in lines[:PRINTED]:
+            terminalreporter.line(line)
+        if self.file is not None:
+            self.file.write_text("\n".join([*lines, ""]), "utf-8")
