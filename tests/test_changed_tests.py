@@ -32,12 +32,40 @@ TREE = {
     "tests/data/conftest.py": "from megatron_lite.reports.report import x",
     "tests/data/test_loader.py": "from megatron_lite.data.loader import Loader",
     "tests/docs/test_guides.py": "",
+    "tests/cli/test_sizes.py": """
+import pytest
+from megatron_lite.planner.plan import plan as planned
+
+@pytest.fixture
+def size(): return helper()
+
+SIZES = [planned]
+
+def helper(): return planned()
+
+@pytest.mark.parametrize("number", SIZES)
+def test_by_constant(number): pass
+
+def test_by_fixture(size): pass
+
+@pytest.mark.usefixtures("size")
+def test_by_name(): pass
+
+def test_within():
+    from megatron_lite.planner.plan import plan
+
+def test_another(): pass
+""",
     "tests/planner/test_plan.py": "",
     "tests/scripts/test_show.py": 'run("scripts/show.py")',
     "tests/test_structure.py": "",
     "tests/train/test_resume.py": "from tests.support.launch import run",
     "tests/zero/test_stage.py": "from tests.support.harness import start",
 }
+# Functions of a file that use the planner.
+USERS = [
+    f"cli/test_sizes.py::test_{name}" for name in ("by_constant", "by_fixture", "by_name", "within")
+]
 
 
 @pytest.fixture
@@ -52,12 +80,16 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "changed, needed",
     [
-        # The room itself, and those above: a whole run does not need a tool that sets it up.
-        ("megatron_lite/planner/plan.py", ["planner/test_plan.py"]),
+        # The room itself, and the functions above that use it: a whole run does not need a tool that
+        # sets it up.
+        (
+            "megatron_lite/planner/plan.py",
+            [*USERS, "planner/test_plan.py"],
+        ),
         ("megatron_lite/data/loader.py", ["data/test_loader.py", "train/test_resume.py"]),
         (
             "megatron_lite/zero/stage.py",
-            ["planner/test_plan.py", "train/test_resume.py", "zero/test_stage.py"],
+            [*USERS, "planner/test_plan.py", "train/test_resume.py", "zero/test_stage.py"],
         ),
         ("megatron_lite/setup_run.py", ["train/test_resume.py"]),
         ("pretrain_gpt.py", ["train/test_resume.py"]),
@@ -67,7 +99,7 @@ def tree(tmp_path: Path) -> Path:
         # A file that is no module, or gone, counts as all beside it.
         (
             "megatron_lite/zero/notes.txt",
-            ["planner/test_plan.py", "train/test_resume.py", "zero/test_stage.py"],
+            [*USERS, "planner/test_plan.py", "train/test_resume.py", "zero/test_stage.py"],
         ),
         ("megatron_lite/data/removed.py", ["data/test_loader.py", "train/test_resume.py"]),
         ("README.md", ["docs/test_guides.py"]),

@@ -1,11 +1,12 @@
 """Name the tests of what has changed: `python -m tests.support.changed_tests [COMMIT]` prints them,
-one file in a line, and nothing where all are needed.
+one file or function in a line, and the folder of all tests where all are needed.
 
 Imports go one way, so a change can only break what imports it. A test file needs whatever it
 imports, the room in whose folder it is, the scripts that it names, and the conftest.py files beside
-and above it, each with all that it imports in turn. Of what helpers import within a function,
-nothing counts: it is for the whole runs that some of their users start, and the rooms of these
-import it too. That is a bet on where mistakes show; CI runs all tests.
+and above it, each with all that it imports in turn. Where imports of its own alone lead to the
+change, only the functions that use these imports are needed. Of what helpers import within a
+function, nothing counts: it is for the whole runs that some of their users start, and the rooms of
+these import it too. That is a bet on where mistakes show; CI runs all tests.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _git(root: Path, *words: str) -> list[str]:
 
 
 def needed_tests(root: Path, changed: Iterable[str]) -> list[str] | None:
-    """Return the test files to run after a change of these files, None for all of them."""
+    """Return the test files and functions to run after a change of these files, None for all."""
     folders = ("megatron_lite", "scripts", "tests")
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     paths.append(root / "pretrain_gpt.py")
@@ -53,27 +54,34 @@ def needed_tests(root: Path, changed: Iterable[str]) -> list[str] | None:
     imports = {name: set(_imports(root, name, path)) for name, path in sources.items()}
     for name in PUTS_TOGETHER:
         imports[name] = {other for other in imports[name] if not other.startswith(TOOLS)}
-    tests = [name for name in sources if _is_test(name)]
+    tests = {name for name in sources if _is_test(name)}
+    places = {name: set(_of_place(sources, name)) for name in tests}
     for name in tests:
-        imports[name] |= set(_of_place(sources, name))
-    found = set()
+        imports[name] |= places[name]
+    begun, whole = set(), {*ALWAYS}
     for name in changed:
         if name in PUTS_TOGETHER:
-            found |= {test for test in tests if test.startswith(WHOLE_RUNS)}
+            whole |= {test for test in tests if test.startswith(WHOLE_RUNS)}
         if name in DOCUMENTS or name.startswith("docs/"):
-            found |= {test for test in tests if test.startswith(OF_DOCUMENTS)}
+            whole |= {test for test in tests if test.startswith(OF_DOCUMENTS)}
         elif name in sources:
-            found |= _reaching(imports, {name})
+            begun.add(name)
         else:
             # Something that Python files beside it read, or a module that is gone.
             folder, _, _ = name.rpartition("/")
             beside = {other for other in sources if folder and other.startswith(f"{folder}/")}
             if not beside:
                 return None
-            found |= _reaching(imports, beside)
+            begun |= beside
+    found = _reaching(imports, begun)
     if "tests/conftest.py" in found:
         return None
-    return sorted({*found, *ALWAYS} & set(tests))
+    whole |= {name for name in found & tests if name in begun or places[name] & found}
+    needed = whole & tests
+    for name in found & tests - whole:
+        functions = _functions_using(root, sources[name], found)
+        needed |= {f"{name}::{function}" for function in functions} or {name}
+    return sorted(needed)
 
 
 def _is_test(name: str) -> bool:
@@ -85,18 +93,70 @@ def _imports(root: Path, name: str, path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text("utf-8"))
     helps = name.startswith("tests/") and not _is_test(name)
     for node in tree.body if helps else ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for dotted in names:
-            parts = dotted.split(".")
-            for end in range(1, len(parts) + 1):
-                stem = "/".join(parts[:end])
-                for file in (f"{stem}.py", f"{stem}/__init__.py"):
-                    if (root / file).is_file():
-                        yield file
+        for _, files in _bound(root, node):
+            yield from files
+
+
+def _bound(root: Path, node: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """Yield each name that an import binds, with the files of the tree behind it."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return
+    of = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+    for alias in node.names:
+        parts = f"{of}{alias.name}".split(".")
+        stems = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        files = [file for stem in stems for file in (f"{stem}.py", f"{stem}/__init__.py")]
+        name = alias.asname or alias.name.partition(".")[0]
+        yield name, [file for file in files if (root / file).is_file()]
+
+
+def _functions_using(root: Path, path: Path, found: set[str]) -> list[str]:
+    """Return the test functions that use what a file imports from `found`: by name, or through
+    other functions, fixtures and constants of the file; none where more than functions does."""
+    used: set[str] = set()
+    tests: list[str] = []
+    parts = ast.parse(path.read_text("utf-8")).body
+    while more := [part for part in parts if _uses(root, part, used, found)]:
+        parts = [part for part in parts if part not in more]
+        for part in more:
+            if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                if any(
+                    isinstance(node, ast.keyword) and node.arg == "autouse"
+                    for decorator in part.decorator_list
+                    for node in ast.walk(decorator)
+                ):
+                    return []
+                used.add(part.name)
+                tests += [part.name] * part.name.lower().startswith("test")
+            elif isinstance(part, ast.Import | ast.ImportFrom):
+                used |= {name for name, files in _bound(root, part) if found & {*files}}
+            elif isinstance(part, ast.Assign | ast.AnnAssign):
+                stored = {
+                    node.id
+                    for node in ast.walk(part)
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                }
+                if "pytestmark" in stored:
+                    return []
+                used |= stored
+            else:
+                return []
+    return tests
+
+
+def _uses(root: Path, part: ast.stmt, used: set[str], found: set[str]) -> bool:
+    """Whether a statement has one of these names, as a word, an argument or a string, or an import
+    from `found`."""
+    for node in ast.walk(part):
+        if isinstance(node, ast.Name) and node.id in used:
+            return True
+        if isinstance(node, ast.arg) and node.arg in used:
+            return True
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in used:
+            return True
+        if any(found & {*files} for _, files in _bound(root, node)):
+            return True
+    return False
 
 
 def _of_place(sources: dict[str, Path], test: str) -> Iterator[str]:
