@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import checkpoint
-from scripts.benchmarks.programs import contestants
-from scripts.benchmarks.training import memory, settings
-
 pytestmark = pytest.mark.guides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +27,11 @@ def test_every_command_of_the_document_is_checked() -> None:
 
 def test_commands_of_the_document_make_its_tables() -> None:
     """Every command is legal, and selects the rows of the table below it."""
+    # They import what they compare with, which takes a second of each process that collects tests.
+    from scripts.benchmarks import checkpoint
+    from scripts.benchmarks.programs import contestants
+    from scripts.benchmarks.training import memory, settings
+
     for command, names in COMMANDS:
         module = command.index("-m") + 1
         program, arguments = command[module].rpartition(".")[2], command[module + 1 :]

@@ -8,13 +8,6 @@ import socket
 import threading
 from typing import Any
 
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
-from werkzeug.serving import make_server
-
 VARIABLES = {
     "AWS_ACCESS_KEY_ID": "AKIACANARYCANARY",
     "AWS_SECRET_ACCESS_KEY": "canary/secret+canary/secret",
@@ -24,15 +17,22 @@ VARIABLES = {
 }
 
 
-class _Quiet(MotoRequestHandler):
-    def log_request(self, *_: Any) -> None:
-        pass
-
-
 class S3Server:
     """`with S3Server() as server: ...`; `requests` are (method, path), in order of arrival."""
 
     def __init__(self) -> None:
+        # Most processes of tests start none, and moto takes half a second.
+        from moto.moto_server.werkzeug_app import (
+            DomainDispatcherApplication,
+            MotoRequestHandler,
+            create_backend_app,
+        )
+        from werkzeug.serving import make_server
+
+        class Quiet(MotoRequestHandler):
+            def log_request(self, *_: Any) -> None:
+                pass
+
         self.requests: list[tuple[str, str]] = []
         application = DomainDispatcherApplication(create_backend_app)
 
@@ -40,7 +40,7 @@ class S3Server:
             self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
             return application(environ, start)
 
-        self._server = make_server("127.0.0.1", 0, recorded, threaded=True, request_handler=_Quiet)
+        self._server = make_server("127.0.0.1", 0, recorded, threaded=True, request_handler=Quiet)
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
