@@ -100,17 +100,19 @@ def code_points() -> Iterator[str]:
             )
 
 
-def with_borders(pre_tokenizer: str, seed: int, normalizer: str = "NFC") -> JsonTokenizer:
+def with_borders(
+    pre_tokenizer: str, seed: int, normalizer: str = "NFC", paired: str = ""
+) -> JsonTokenizer:
     """Return a tokenizer in which a border between two bytes changes the ids: any two bytes may be
     one token.
 
     pre_tokenizer: its JSON, of bytes; others have no borders. seed: of the order in which pairs are
-    merged.
+    merged. paired: the symbols of which two may be one token; all by default.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = list(itertools.product(symbols, symbols))
+    pairs = list(itertools.product(sorted(set(paired)) or symbols, repeat=2))
     random.Random(seed).shuffle(pairs)
     tokens = [*symbols, *map("".join, pairs)]
     library = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, pairs))

@@ -527,10 +527,11 @@ def test_a_long_s_after_an_apostrophe(tmp_path: Path) -> None:
     """Rules with (?i:'s) take it for a contraction in Oniguruma only: `tokenizers` encodes batches
     with such texts."""
     rule = next(line for line in listed(PARTS) if "(?i:'s" in line)
-    content = with_borders(rule, seed=0).library.to_str()
+    text = f"gibt{ODD}of"
+    symbols = text.encode().decode("latin-1")  # as a ByteLevel writes these bytes
+    content = with_borders(rule, seed=2, paired=symbols).library.to_str()
     (tmp_path / "borders.json").write_text(content, "utf-8")
     fast = real(str(tmp_path / "borders.json"))
-    text = f"gibt{ODD}of"
     own = np.frombuffer(
         fast._fast.encode_batch_flat([text], split_special_tokens=True)[0], np.uint32
     ).tolist()
