@@ -576,15 +576,16 @@ def test_random_histories(
     """Whatever happens, the side that goes on is the one that was said, and no whole checkpoint
     disappears.
 
-    Two by default, 20 in each slow case; every other one on S3.
+    Two short ones by default, 20 in each slow case; every other one on S3.
     """
     caplog.set_level(logging.CRITICAL)
-    for number in range(2 if seed == 0 else 20):
+    histories, starts = (2, 4) if seed == 0 else (20, 6)
+    for number in range(histories):
         root = tmp_path / str(number)
         root.mkdir()
         address = f"s3://{bucket.name}/{number}" if number % 2 else str(root / "m")
         world = World(100 * seed + number, address, root)
-        for _ in range(6):
+        for _ in range(starts):
             world.start()
             world.happen()
         for made in world.idle:
