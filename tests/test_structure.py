@@ -116,6 +116,7 @@ SOURCES = [*MODULES, *PROGRAMS]
 
 
 @functools.cache
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"), str(path))
 
