@@ -19,7 +19,7 @@ from tests.planner.test_plan import EVERY_NORM, SIZES
 from tests.planner.test_tensor_parallel_plans import LLAMA
 from tests.support.harness import tiny_config
 from tests.support.kernel_checks import products_in_fp32
-from tests.support.memory_meters import AllocatorMeter, measure_kept, micro_batches, some
+from tests.support.memory_meters import measure_kept, micro_batches, second_peak, some
 from tests.support.plans import planned_memory, simulated_rank
 
 Options = dict[str, Any]
@@ -147,7 +147,4 @@ def peaks(config: Config, passes: Callable[[], object]) -> tuple[ActivationMemor
     """
     with products_in_fp32(False):
         planned = planned_memory(config, config.distributed.tensor_parallel)
-        for _ in range(2):
-            with AllocatorMeter() as meter:
-                passes()
-    return planned, meter.peak
+        return planned, second_peak(passes)
