@@ -49,7 +49,7 @@ def test_the_first_screen(tmp_path: Path) -> None:
                 break
         printed += started.stdout
     assert started.returncode == 75, printed
-    printed += documents.run(f"exec {sys.executable} {words}", folder).splitlines()
+    printed += documents.run(f"python {words}", folder).splitlines()
     shapes = iter(map(shape, printed))
     for line in lines:
         assert any(shape(line) == found for found in shapes), "\n".join([line, *printed])

@@ -45,9 +45,9 @@ def templates() -> tuple[str, ...]:
     for path in MODULES:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.BinOp | ast.JoinedStr | ast.Constant):
-                text = re.sub(r"%(\.\d)?[sdrf]", VALUE, _text(node))
-                found.append(text)
-    return tuple(text for text in found if len(text) > 8)
+                text = _text(node)
+                found.append(re.sub(r"%(\.\d)?[sdrf]", VALUE, text) if "%" in text else text)
+    return tuple(dict.fromkeys(text for text in found if len(text) > 8))
 
 
 def _text(node: ast.AST) -> str:
