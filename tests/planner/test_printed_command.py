@@ -20,6 +20,8 @@ from tests.support.launch import run
 from tests.support.memory_meters import some
 from tests.support.random_configurations import Drawn, draw_configurations
 
+pytestmark = pytest.mark.usefixtures("shared_planners")
+
 DRAWN = draw_configurations(12)
 # The same on two times as many ranks, two to a layer.
 SHARED = [

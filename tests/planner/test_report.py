@@ -11,6 +11,8 @@ from megatron_lite.zero.layout import round_up
 from pretrain_gpt import main
 from tests.support import warm_python
 
+pytestmark = pytest.mark.usefixtures("shared_planners")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 MISTRAL = ["@scripts/examples/mistral_7b.flags"]

@@ -31,6 +31,8 @@ from megatron_lite.validation import resolve
 from tests.planner.test_report import page
 from tests.support.launch import pretrain_after
 
+pytestmark = pytest.mark.usefixtures("shared_planners")
+
 SMALL = (
     "--num_layers=8 --hidden_size=2048 --num_attention_heads=16 --vocab_size=32000 --sequence_length=4096 "
     "--batch_size=64 --training_dtype=bf16 --dataset_source=random --device=cuda --dry_run=1"
@@ -285,10 +287,10 @@ def test_a_run_that_runs_out_of_memory_gets_flags(
 ) -> None:
     """The error of a run that cannot allocate ends with flags whose plan needs much less than its
     own."""
-    flags = "--num_layers=2 --hidden_size=256 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
+    flags = "--num_layers=2 --hidden_size=1024 --num_attention_heads=4 --vocab_size=256 --sequence_length=4096"
     words = [
         *flags.split(),
-        "--batch_size=4096",
+        "--batch_size=1024",
         "--dataset_source=random",
         "--device=cpu",
         "--train_iters=1",
