@@ -222,7 +222,7 @@ def test_recomputation_changes_no_bit_of_a_run(architecture: str) -> None:
         "none,full:1,activation:1",
     )
     runs = [{**options, "mlp_recompute_level": level} for level in levels]
-    plain, *others = run_distributed(2, train_several, runs, 4)[0]
+    plain, *others = run_distributed(2, train_several, runs, 2)[0]
     for recomputed in others:
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms
         for name, weight in plain.weights.items():
