@@ -112,7 +112,8 @@ def with_borders(
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = list(itertools.product(sorted(set(paired)) or symbols, repeat=2))
+    letters = sorted(set(paired)) or symbols
+    pairs = [(left, right) for left in letters for right in letters]
     random.Random(seed).shuffle(pairs)
     tokens = [*symbols, *map("".join, pairs)]
     library = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, pairs))
