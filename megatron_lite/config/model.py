@@ -278,6 +278,10 @@ class ModelConfig(Area):
         0.0,
         "cap attention scores to cap * tanh(scores / cap), which only the backends flex and math compute; 0: no cap",
     )
+    attention_sinks: bool = option(
+        False,
+        "give each head a learned score that joins its softmax without a value, as in gpt-oss",
+    )
     logit_scale: PositiveFloat = option(1.0, "factor on logits")
     logit_soft_cap: NonNegativeFloat = option(
         0.0, "cap logits to cap * tanh(logits / cap); 0: no cap"

@@ -86,6 +86,7 @@ class LocalModel:
             windowed=any(config.windows),
             heads_per_group=config.num_attention_heads // config.head_groups,
             soft_cap=config.attention_soft_cap,
+            sinks=config.attention_sinks,
         )
         return choose_attention(
             "auto", device, work, works=lambda backend: failure(backend, device, work) is None

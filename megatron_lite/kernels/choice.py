@@ -25,7 +25,7 @@ from megatron_lite.kernels.attention.choice import (
 )
 from megatron_lite.kernels.eight_bit import RECIPES, Units, units_of
 from megatron_lite.kernels.triton_support import runs_on
-from megatron_lite.parameter import DTYPES
+from megatron_lite.parameter import DTYPES, Parameter
 
 # (backend, device, work) -> why it fails
 AttentionTest = Callable[[str, torch.device, Work], str | None]
@@ -184,6 +184,7 @@ def _attention(config: Config, device: torch.device, planned: bool, fails: Atten
         heads_per_group=model.num_attention_heads // model.head_groups,
         length=config.batch.sequence_length,
         soft_cap=model.attention_soft_cap,
+        sinks=model.attention_sinks,
     )
     wanted = "math" if model.attention_softmax_in_fp32 else config.performance.attention_backend
     if planned:
@@ -244,11 +245,13 @@ def _small_problem(backend: str, device: torch.device, work: Work) -> tuple[Tens
         )
         documents = Documents(starts, DOCUMENTS)
     window = WINDOW if work.windowed else None
+    sinks = Parameter(torch.linspace(-1.0, 1.0, heads, device=device), requires_grad=False)
     output = attention(
         *(query, key, value, window, 0.0, None),
         backend=backend,
         documents=documents,
         soft_cap=work.soft_cap,
+        sinks=sinks if work.sinks else None,
     )
     output.backward(torch.ones_like(output))
     assert projection.grad is not None

@@ -21,6 +21,7 @@ from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, spli
 from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary, Tables
 from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 
 
 class Attention(torch.nn.Module):
@@ -52,6 +53,13 @@ class Attention(torch.nn.Module):
             self.scale = (self.scale or config.kv_channels**-0.5) / (index + 1)
         self.soft_cap = config.attention_soft_cap
         self.kernels = kernels
+        self.sinks: Parameter | None = None
+        if config.attention_sinks:
+            size, heads = config.num_attention_heads, parallel.parts(config.num_attention_heads)
+            split, values = parallel.split(0, heads), Initializer("normal", config.init_method_std)
+            self.sinks = declare(
+                ParameterSpec(f"{name}.sinks", (size,), values, weight_decay=False, split=split)
+            )
         channels = config.kv_channels
         query_size = config.num_attention_heads * channels
         group_size = config.head_groups * channels
@@ -101,7 +109,8 @@ class Attention(torch.nn.Module):
         heads = self.heads(projection, self._angles(hidden, micro_batch))
         if micro_batch.cache is not None:
             context = micro_batch.cache.attend(
-                self.name, heads, self.window, self.scale, self.soft_cap, self.softmax_in_fp32
+                *(self.name, heads, self.window, self.scale, self.soft_cap),
+                *(self.softmax_in_fp32, self.sinks),
             )
         else:
             seed = None
@@ -118,6 +127,7 @@ class Attention(torch.nn.Module):
                 scale=self.scale,
                 soft_cap=self.soft_cap,
                 softmax_in_fp32=self.softmax_in_fp32,
+                sinks=self.sinks,
             )
         context = context.transpose(1, 2).flatten(2)  # (b, s, n d)
         after = collectives if after is None else after

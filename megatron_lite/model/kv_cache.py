@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.attention.attention import attention, cached_attention
+from megatron_lite.parameter import Parameter
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query (1, n, t, d), key and value (1, g, t, d)
 
@@ -65,6 +66,7 @@ class Beginning:
         scale: float | None,
         soft_cap: float,
         softmax_in_fp32: bool,
+        sinks: Parameter | None,
     ) -> Tensor:
         """Store a block's keys and values, and return its attention output (1, n, t, d)."""
         query, key, value = heads
@@ -91,6 +93,7 @@ class Beginning:
             scale=scale,
             soft_cap=soft_cap,
             softmax_in_fp32=softmax_in_fp32,
+            sinks=sinks,
         )
 
 
@@ -117,6 +120,7 @@ class NextTokens:
         scale: float | None,
         soft_cap: float,
         softmax_in_fp32: bool,
+        sinks: Parameter | None,
     ) -> Tensor:
         """See `Beginning.attend`."""
         query, key, value = heads
@@ -132,7 +136,7 @@ class NextTokens:
             seen = slice(min(position + 1, slots))
             own = query[:, :, row : row + 1].contiguous()
             saved = keys[None, :, seen], values[None, :, seen]
-            context[:, :, row : row + 1] = cached_attention(own, *saved, scale, soft_cap)
+            context[:, :, row : row + 1] = cached_attention(own, *saved, scale, soft_cap, sinks)
         return context
 
 

@@ -134,6 +134,7 @@ SINGLE = (
     "store_frozen_weights_in_optimization_precision=0",
     "attention_softmax_in_fp32=1",
     "async_checkpoint=1",
+    "attention_sinks=1",
 )
 # All that runs may have beside a layout; of each line a run has one, the first with less than the
 # others.

@@ -255,6 +255,7 @@ class RandomSource:
             zero_centered_normalization=True,
             head_groups=1,
             window_size=5,
+            attention_sinks=True,
             attention_dropout=0.1,
             embedding_dropout=0.1,
             tie_word_embeddings=False,

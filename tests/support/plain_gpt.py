@@ -56,6 +56,8 @@ class PlainBlock(nn.Module):
                 "output": nn.Linear(n * d, h, config.add_linear_biases),
             }
         )
+        if config.attention_sinks:
+            self.attention.register_parameter("sinks", nn.Parameter(torch.empty(n)))
         if config.qk_layernorm:
             self.together = config.qk_norm_scope == "all"
             self.attention["query_norm"], self.attention["key_norm"] = (
@@ -115,9 +117,11 @@ class PlainBlock(nn.Module):
         if cap := self.config.attention_soft_cap:
             scores = cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(~allowed, -math.inf)
-        return self.attention["output"](
-            (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
-        )
+        if self.config.attention_sinks:
+            sinks = self.attention.sinks.view(1, n, 1, 1).expand(b, n, s, 1)
+            scores = torch.cat((scores, sinks), -1)
+        probabilities = scores.softmax(-1)[..., :s]
+        return self.attention["output"]((probabilities @ v).transpose(1, 2).reshape(b, s, n * d))
 
 
 class PlainGPT(nn.Module):

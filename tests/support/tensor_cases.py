@@ -66,6 +66,7 @@ CASES: dict[str, Options] = {
         "attention_soft_cap": 0.5,
         "logit_scale": 1.7,
     },
+    "sinks": {**LLAMA, "head_groups": 1, "attention_sinks": True, "window_size": 5},
     "parallel branches": {"parallel_branches": "two_norms", "random_bias_init": True},
     "parallel branches, one norm": {**LLAMA, "parallel_branches": "one_norm"},
     "blocks of the vocabulary": {

@@ -52,6 +52,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "hybrid_norm": True,
         "scale_attn_by_inverse_layer_idx": True,
     },
+    "sinks": {
+        **LLAMA,
+        "head_groups": 2,
+        "attention_sinks": True,
+        "window_size": 7,
+        "attention_pattern": ("window", "full"),
+    },
     "parallel branches": {
         **LLAMA,
         "parallel_branches": "one_norm",

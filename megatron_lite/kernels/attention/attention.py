@@ -23,6 +23,7 @@ from megatron_lite.kernels.attention.gpu import (
     varlen_attention,
 )
 from megatron_lite.kernels.triton_support import tell
+from megatron_lite.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,30 @@ class Documents:
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, soft_cap: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from one new token to all keys so far, in any order, with the dtypes of "math";
     without gradients.
 
-    query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). `scale`, `soft_cap`: see
-    `attention`.
+    query (b, n, 1, d), key and value (b, g, k, d) -> (b, n, 1, d). The others: see `attention`.
     """
     (b, n, _, d), g = query.shape, key.shape[1]
     scale = 1 / math.sqrt(d) if scale is None else scale
     wide = torch.promote_types(query.dtype, torch.float32)
     narrow = dtype_of_products(query)
     scores = (query.to(wide) * scale).reshape(b, g, n // g, d) @ key.to(wide).transpose(2, 3)
-    context = capped(scores, soft_cap).softmax(dim=-1).to(narrow) @ value.to(narrow)
+    scores = capped(scores, soft_cap)
+    if sinks is not None:
+        sums = scores.logsumexp(-1, keepdim=True)
+        share = (sums - sinks.to(wide).view(g, n // g, 1)).sigmoid_()
+    scores = scores.softmax(dim=-1)
+    scores = scores if sinks is None else scores.mul_(share)
+    context = scores.to(narrow) @ value.to(narrow)
     return context.reshape(b, n, 1, d).to(query.dtype)
 
 
@@ -69,6 +80,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float = 0.0,
     softmax_in_fp32: bool = False,
+    sinks: Parameter | None = None,
 ) -> Tensor:
     """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
 
@@ -81,6 +93,7 @@ def attention(
         scale: None: 1 / sqrt(d).
         soft_cap: bound on the scores; 0: none. Only for "math" and "flex".
         softmax_in_fp32: also keep the scores in fp32 in the backward pass; only for "math".
+        sinks: a score for each head, (n,), that joins its softmax without a value.
 
     Raises:
         UsageError: if the backend does not support the inputs.
@@ -99,6 +112,7 @@ def attention(
             drops,
             length=s,
             soft_cap=soft_cap,
+            sinks=sinks is not None,
         )
         backend = choose_attention("auto", query.device, work)
     backend = "math" if drops or s == 1 else backend
@@ -115,6 +129,7 @@ def attention(
             1 / math.sqrt(d) if scale is None else scale,
             softmax_in_fp32,
             soft_cap,
+            sinks,
         )
     assert not softmax_in_fp32, f"{backend} attention has no option for its softmax"
     assert not soft_cap or backend == "flex", f"{backend} attention cannot cap scores"
@@ -124,12 +139,14 @@ def attention(
     version = {"varlen": 2, "flash3": 3, "flash4": 4}.get(backend)
     if version is not None:
         longest = max(documents.lengths) if documents is not None else s
-        return varlen_attention(query, key, value, window, starts, longest, scale, version)
+        return varlen_attention(query, key, value, window, starts, longest, scale, version, sinks)
     if backend == "flex":
+        assert sinks is None, "flex attention has no sinks"
         return flex_attention(query, key, value, window, starts, scale, soft_cap)
     assert window is None and documents is None, (
         f"{backend} attention takes neither windows nor documents"
     )
     if backend == "flash" and query.device.type == "cpu":
-        return flash_attention(query, key, value, scale)
+        return flash_attention(query, key, value, scale, sinks)
+    assert sinks is None, f"{backend} attention has no sinks"
     return fused_attention(query, key, value, backend, scale)

@@ -9,6 +9,15 @@ Rows are the queries of a block, columns the keys that any of them may attend to
 With a soft cap c the softmax is of c tanh(S / c), and dS is times the slope, 1 - tanh(S / c)^2
 (Gemma 2, 2024, section 2).
 
+A sink is one learned score per head that joins its softmax, but has no value (Xiao et al. 2023;
+gpt-oss 2025):
+
+    L = log(sum exp(S) + exp(sink)),   P = exp(S - L) = softmax(S) s(lse(S) - sink)
+    dS = P (dP - rowsum(dO O)),   dsink = -sum(exp(sink - L) rowsum(dO O)) = -sum(dS)
+
+with the sigmoid s. Other kernels' backward passes compute P and dS from the output and log-sum-exp
+of their forward passes: given O and L instead, they return the gradients with sinks.
+
 Each operation takes the same block of many heads, samples and documents: a chunk, whose scores fit
 the caches and occupy every thread. Query heads that share a key head are rows of one product with
 it. Keys right of a block, left of its window or in another document are never read. Scores and
@@ -32,7 +41,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels.triton_support import generator_for, turns
-from megatron_lite.parameter import Function
+from megatron_lite.parameter import Function, Parameter
 from megatron_lite.seeds import derive_seed
 
 # -- blocks of queries, chunks of heads and documents
@@ -143,9 +152,31 @@ def capped(x: Tensor, soft_cap: float) -> Tensor:
     return x.div_(soft_cap).tanh_().mul_(soft_cap) if soft_cap else x
 
 
+def sums_dtype(inputs: Tensor) -> torch.dtype:
+    """Return the dtype of scores and sums: at least fp32."""
+    return torch.promote_types(inputs.dtype, torch.float32)
+
+
 def dtype_of_products(inputs: Tensor) -> torch.dtype:
     """Return the dtype of the products after the softmax: at least fp32 on a CPU."""
-    return inputs.dtype if inputs.is_cuda else torch.promote_types(inputs.dtype, torch.float32)
+    return inputs.dtype if inputs.is_cuda else sums_dtype(inputs)
+
+
+def add_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Scale a kernel's output (..., n, s, d) in place, and return L (..., n, s).
+
+    sums: the log-sum-exp of the scores, (..., n, s) in fp32. sinks: (n,).
+    """
+    every = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+    output.mul_((sums - every).exp_()[..., None])
+    return every
+
+
+def sinks_gradient(do: Tensor, output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks (n,) for do and output (..., n, s, d). sums: L (..., n, s)."""
+    of_rows = (do * output).sum(-1, dtype=sums.dtype)
+    of_rows.mul_((sinks.to(sums.dtype)[:, None] - sums).exp_())
+    return of_rows.sum(-1).reshape(-1, len(sinks)).sum(0).neg_()
 
 
 def _documents(heads: Tensor, chunk: Chunk) -> Tensor:
@@ -160,13 +191,23 @@ class _Pass:
     """One chunk in the forward or backward pass, with p pairs and r query heads per key head."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, options: _Options, chunk: Chunk, later: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        options: _Options,
+        chunk: Chunk,
+        later: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         self.options = options
         self.chunk = chunk
         self._later = later
         self.shared_by = query.shape[1] // key.shape[1]
         self.wide, self.narrow = later.dtype, dtype_of_products(query)
+        self._sinks: Tensor | None = None
+        if sinks is not None:  # (p, r, 1)
+            own = sinks.detach().to(self.wide).view(-1, self.shared_by)[chunk.heads]
+            self._sinks = own.repeat(chunk.documents, 1)[..., None]
         # of dS and its products
         self.ds_dtype = self.wide if options.softmax_in_fp32 else self.narrow
         last = 2 if query.is_meta else 0  # a plan needs only the largest
@@ -228,7 +269,17 @@ class _Pass:
             square[:, :, seen:, : count - seen].add_(
                 self._later[: count - seen, : count - seen].t()
             )
-        return torch.softmax(scores, dim=-1, out=scores)
+        sums = None if self._sinks is None else square.logsumexp(-1)
+        torch.softmax(scores, dim=-1, out=scores)
+        if sums is not None and self._sinks is not None:
+            square.mul_(sums.sub_(self._sinks).sigmoid_()[..., None])
+        return scores
+
+    def sinks_gradient(self, ds: Tensor) -> Tensor:
+        """Return the gradient of the sinks of the chunk's heads, (heads, r), for dS before a cap's
+        slopes."""
+        by_head = ds.view(self.chunk.documents, -1, self.shared_by, ds[0].numel() // self.shared_by)
+        return by_head.sum((0, 3), dtype=self.wide).neg_()
 
     def dropout_mask(self, p: Tensor, block: Block) -> Tensor:
         """Return the factors that dropout applies to P: 0 or 1 / (1 - dropout_p), the same in both
@@ -274,12 +325,19 @@ def _add_product(target: Tensor, a: Tensor, b: Tensor) -> None:
 
 class _BlockAttention(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: _Options,
+        sinks: Parameter | None,
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.options = options
+        ctx.options, ctx.sinks = options, sinks
         b, n, s, d = query.shape
         output = query.new_empty(b, s, n, d).transpose(1, 2)
-        for part in _passes(query, key, options):
+        for part in _passes(query, key, options, sinks):
             k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
             q, o = part.queries(query), part.queries(output)
             for block in part.blocks:
@@ -295,11 +353,14 @@ class _BlockAttention(Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        (b, n, s, d), g, options = query.shape, key.shape[1], ctx.options
+        (b, n, s, d), g = query.shape, key.shape[1]
+        options, sinks = ctx.options, ctx.sinks
+        trains_sinks = sinks is not None and sinks.requires_grad
+        dsinks = query.new_zeros(g if trains_sinks else 0, n // g, dtype=sums_dtype(query))
         dquery, dkey, dvalue = (
             query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g)
         )
-        for part in _passes(query, key, options):
+        for part in _passes(query, key, options, sinks):
             wide_k, v = part.keys(key, part.wide), part.keys(value, part.narrow)
             k = wide_k if part.ds_dtype == part.wide else part.keys(key, part.ds_dtype)
             q = part.queries(query)
@@ -315,6 +376,8 @@ class _BlockAttention(Function):
                 del scores
                 grad = part.rows(rows_of_do, block, part.narrow)
                 ds = part.scores_backward(p, grad, v[:, keys], dv[:, keys], block)
+                if trains_sinks:
+                    dsinks[part.chunk.heads] += part.sinks_gradient(ds)
                 if slopes is not None:
                     ds.mul_(slopes)
                 del p, grad, slopes
@@ -328,20 +391,22 @@ class _BlockAttention(Function):
             )
             torch.mul(dk.view(dkeys.shape), options.scale, out=dkeys)
             dvalues.copy_(dv.view(dvalues.shape))
-        return dquery, dkey, dvalue, None
+        if trains_sinks:
+            sinks.accumulate(dsinks.view(n))
+        return dquery, dkey, dvalue, None, None
 
 
-def _passes(query: Tensor, key: Tensor, options: _Options) -> Iterator[_Pass]:
+def _passes(query: Tensor, key: Tensor, options: _Options, sinks: Tensor | None) -> Iterator[_Pass]:
     """Yield the chunks of a micro-batch."""
     rows = rows_of_a_block(query.is_cuda)
     limit = scores_at_a_time(query.is_cuda)
     chunks = chunks_of(options.lengths, options.window, query.shape[1], key.shape[1], rows, limit)
     rows = min(rows, query.shape[2])
-    wide = torch.promote_types(query.dtype, torch.float32)
-    later = torch.full((rows, rows), -math.inf, dtype=wide, device=query.device).triu_(1)
+    later = torch.full((rows, rows), -math.inf, dtype=sums_dtype(query), device=query.device)
+    later = later.triu_(1)
     loop = range(len(chunks))
     for index in turns(loop, query) if query.is_meta else loop:
-        yield _Pass(query, key, options, chunks[index], later)
+        yield _Pass(query, key, options, chunks[index], later, sinks)
 
 
 def attention_in_blocks(
@@ -354,6 +419,7 @@ def attention_in_blocks(
     scale: float,
     softmax_in_fp32: bool,
     soft_cap: float = 0.0,
+    sinks: Parameter | None = None,
 ) -> Tensor:
     """Compute attention of query (b, n, s, d) to key and value (b, g, s, d) -> (b, n, s, d).
 
@@ -370,4 +436,4 @@ def attention_in_blocks(
         begin += length
     assert begin == b * s, f"documents of {begin} tokens in {b} x {s}"
     options = _Options(lengths, window, *dropout, scale, softmax_in_fp32, soft_cap)
-    return _BlockAttention.apply(query, key, value, options)
+    return _BlockAttention.apply(query, key, value, options, sinks)

@@ -28,7 +28,8 @@ probabilities.
 (1) With gradients at most 192 on compute capability 8.6 to 8.9 and 12. (2) With torch's
 deterministic algorithms on. (3) Its backward pass has an untested option for that. (4) Not on B200,
 where it is wrong with fewer than 8 key heads (pytorch issue 193893, open). (5) At most 128 on B200.
-Only flex and math cap scores (--attention_soft_cap).
+Only flex and math cap scores (--attention_soft_cap); varlen, flash3, math and a CPU's flash have
+sinks (--attention_sinks).
 `auto` takes the first of cudnn, flash3, flash4, flash, varlen, math that supports the inputs: cuDNN
 is the fastest for full causal attention on Hopper. On a CPU, flash takes 0.6 to 1.1 times as long
 as math in fp32. In bf16 it takes, with instructions for bf16 (Zen 4), 0.77 to 0.83 at 1,024
@@ -94,6 +95,7 @@ class Work:
     heads_per_group: int = 1  # query heads that share a key head
     length: int = 0  # positions; 0: unknown
     soft_cap: float = 0.0  # bound on the scores; 0: none
+    sinks: bool = False
 
 
 @functools.cache
@@ -142,6 +144,8 @@ def _obstacles(backend: str, machine: Machine, work: Work) -> Iterator[tuple[boo
         yield backend != "flash", "needs a GPU, and this run is on cpu"
     yield work.dropout, "has no dropout (--attention_dropout)"
     yield work.soft_cap > 0 and backend != "flex", "cannot cap scores (--attention_soft_cap)"
+    has_sinks = backend in ("varlen", "flash3") or (backend == "flash" and on_cpu)
+    yield work.sinks and not has_sinks, "has no sinks (--attention_sinks)"
     if backend == "flex":
         yield not machine.flex, "needs Triton"
         few = f"needs heads of at least 16 channels (--kv_channels), not of {work.head_size}"

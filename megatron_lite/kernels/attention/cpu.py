@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.parameter import Function
+from megatron_lite.kernels.attention.blocks import add_sinks, sinks_gradient
+from megatron_lite.parameter import Function, Parameter
 
 QUERIES, KEYS = 64, 128  # in a piece, forward and backward
 SHORTEST = 256  # positions
@@ -46,7 +47,14 @@ def piece_length(scores: int, length: int, channels: int, backward: bool) -> int
 
 class _FlashAttention(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        sinks: Parameter | None,
+    ) -> Tensor:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         b, n, s, d = query.shape
         rows = piece_length(b * n * s * s, s, d, backward=False) if query.dtype.itemsize > 2 else s
@@ -68,8 +76,10 @@ class _FlashAttention(Function):
                     attn_mask=mask[: end - start, last - start : last - start + end],
                     scale=scale,
                 )
+        if sinks is not None:
+            sums = add_sinks(output, sums, sinks.detach())
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.scale = scale
+        ctx.scale, ctx.sinks = scale, sinks
         return output
 
     @staticmethod
@@ -77,10 +87,13 @@ class _FlashAttention(Function):
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, output, sums = ctx.saved_tensors
         do = do if do.stride(-1) == 1 else do.contiguous()
+        if ctx.sinks is not None and ctx.sinks.requires_grad:
+            ctx.sinks.accumulate(sinks_gradient(do, output, sums, ctx.sinks.detach()))
         (b, n, s, d), g = query.shape, key.shape[1]
         keys = piece_length(b * n * s * s, s, d, backward=True) if query.dtype.itemsize > 2 else s
         if keys >= s:
-            return *kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale), None
+            found = kernel(do, query, key, value, output, sums, 0.0, True, scale=ctx.scale)
+            return *found, None, None
         dquery, dkey, dvalue = (
             query.new_empty(b, s, heads, d).transpose(1, 2) for heads in (n, g, g)
         )
@@ -102,14 +115,22 @@ class _FlashAttention(Function):
             else:
                 dquery[:, :, by].add_(dq)
             del dq
-        return dquery, dkey, dvalue, None
+        return dquery, dkey, dvalue, None, None
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    sinks: Parameter | None = None,
+) -> Tensor:
     """Compute full causal attention of query (b, n, s, d) to key and value (b, g, s, d), all with
     stride 1 along d.
 
     Calls the kernel of `scaled_dot_product_attention` directly, because dispatch takes as long as a
     small problem. Results repeat bit for bit with the same number of threads.
     """
-    return _FlashAttention.apply(query, key, value, scale)  # laid out in memory as (b, s, n, d)
+    return _FlashAttention.apply(
+        query, key, value, scale, sinks
+    )  # laid out in memory as (b, s, n, d)

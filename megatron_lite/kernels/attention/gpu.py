@@ -15,14 +15,16 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import attention, functional
 
-from megatron_lite.parameter import Function
+from megatron_lite.kernels.attention.blocks import add_sinks, sinks_gradient
+from megatron_lite.parameter import Function, Parameter
 
+aten = torch.ops.aten
 FLEX_BLOCK = 128  # positions per side of a block in flex_attention's masks
 
 
@@ -84,6 +86,7 @@ def varlen_attention(
     longest: int,
     scale: float | None,
     version: int,
+    sinks: Parameter | None = None,
 ) -> Tensor:
     """Compute attention within documents: `starts` (documents + 1,) int32 in the flattened (b s,);
     None: samples.
@@ -100,15 +103,71 @@ def varlen_attention(
     use_flash(version)
     if starts is None:
         starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
+    if sinks is not None:
+        options = _VarlenOptions(starts, longest, scale, -1 if before is None else before)
+        return _VarlenWithSinks.apply(query, key, value, sinks, options)
     varlen_attn, has_enable_gqa = _varlen()
     grouped = {"enable_gqa": n != key.shape[1]} if has_enable_gqa else {}
-    # (b s, heads, d), views
-    rows = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
+    rows = _rows(query, key, value)
     reach = (-1 if before is None else before, 0)  # keys before and after
     output: Tensor = varlen_attn(
         *rows, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped
     )
     return output.unflatten(0, (b, s)).transpose(1, 2)
+
+
+class _VarlenOptions(NamedTuple):
+    starts: Tensor
+    longest: int
+    scale: float | None
+    before: int  # keys before a query's own; -1: all
+
+
+class _VarlenWithSinks(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Parameter,
+        options: _VarlenOptions,
+    ) -> Tensor:
+        starts, longest, scale, before = options
+        rows = _rows(query, key, value)
+        output, sums, *states, _ = aten._flash_attention_forward(
+            *(*rows, starts, starts, longest, longest, 0.0, before < 0, False),
+            scale=scale,
+            window_size_left=before,
+            window_size_right=0,
+        )  # (b s, n, d), (n, b s)
+        sums = add_sinks(output.transpose(0, 1), sums, sinks.detach())
+        ctx.save_for_backward(query, key, value, output, sums, *states)
+        ctx.sinks, ctx.options = sinks, options
+        return output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, sums, *states = ctx.saved_tensors
+        starts, longest, scale, before = ctx.options
+        (do,) = _rows(do)
+        if ctx.sinks.requires_grad:
+            do_by_head, by_head = do.transpose(0, 1), output.transpose(0, 1)
+            ctx.sinks.accumulate(sinks_gradient(do_by_head, by_head, sums, ctx.sinks.detach()))
+        found = aten._flash_attention_backward(
+            *(do, *_rows(query, key, value), output, sums, starts, starts, longest, longest),
+            *(0.0, before < 0, *states),
+            scale=scale,
+            window_size_left=before,
+            window_size_right=0,
+        )
+        shape = (query.shape[0], query.shape[2])
+        return *(rows.unflatten(0, shape).transpose(1, 2) for rows in found), None, None
+
+
+def _rows(*parts: Tensor) -> list[Tensor]:
+    """View heads (b, any, s, d) as (b s, any, d)."""
+    return [heads.transpose(1, 2).flatten(0, 1) for heads in parts]
 
 
 def _flash4(

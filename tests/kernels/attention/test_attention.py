@@ -29,7 +29,14 @@ from megatron_lite.monitor import banner
 from megatron_lite.monitor.banner import device_warnings
 from megatron_lite.parameter import Parameter
 from tests.support.harness import tiny_config
-from tests.support.kernel_checks import close, dtypes, randn, rotary_table, saved_tensors
+from tests.support.kernel_checks import (
+    close,
+    dtypes,
+    empty_gradient,
+    randn,
+    rotary_table,
+    saved_tensors,
+)
 from tests.support.memory_meters import PeakMeter
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -53,6 +60,13 @@ class Case:
     lengths: tuple[int, ...] | None = None
     scale: float | None = None
     soft_cap: float = 0.0
+    sinks: bool = False
+
+    def sink_scores(self, dtype: torch.dtype, device: str = "cpu") -> Parameter | None:
+        """Return each head's sink, (n,), from far below the scores to far above them."""
+        values = torch.linspace(-9.0, 9.0, self.n, device=device) if self.n > 1 else randn(1)
+        grad_dtype = torch.promote_types(dtype, torch.float32)
+        return empty_gradient(values.to(device, dtype), grad_dtype) if self.sinks else None
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
         """Return query, key and value (b, n or g, s, d) as views of one projection, and a gradient
@@ -88,26 +102,45 @@ class Case:
         backend: str,
         *dropout: Any,
         device: str = "cpu",
+        sinks: Parameter | None = None,
         **more: Any,
     ) -> Tensor:
         """Compute attention of query, key and value; `dropout`: probability and seed."""
         p, seed = dropout or (0.0, None)
         documents = self.documents(device)
-        more |= {"scale": self.scale, "soft_cap": self.soft_cap}
+        if sinks is None:
+            sinks = self.sink_scores(inputs[0].dtype, device)
+        more |= {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
         return attention(
             *inputs, self.window, p, seed, backend=backend, documents=documents, **more
         )
 
-    def formula(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None = None) -> Tensor:
+    def formula(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return attention (b, n, s, d); `kept` (b, n, s, s) are the factors of dropout on the
-        probabilities."""
+        probabilities.
+
+        Sinks are one more column of scores, without a value.
+        """
+        if sinks is None and (own := self.sink_scores(q.dtype)) is not None:
+            sinks = own.detach()
         repeats = self.n // self.g
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = q @ k.transpose(-1, -2) * (self.scale or self.d**-0.5)
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         scores = scores.masked_fill(~self.allowed()[:, None], float("-inf"))
-        return scores.softmax(-1).mul(1.0 if kept is None else kept) @ v
+        if sinks is not None:
+            column = sinks.view(1, -1, 1, 1).expand(self.b, -1, self.s, -1)
+            scores = torch.cat((scores, column), -1)
+        probabilities = scores.softmax(-1)[..., : self.s]
+        return probabilities.mul(1.0 if kept is None else kept) @ v
 
 
 CASES = [
@@ -127,6 +160,10 @@ CASES = [
     Case(2, 4, 2, 130, 8, 70, (100, 30, 130), scale=0.7, soft_cap=0.9),
     Case(1, 2, 2, 100, 8, 99, soft_cap=50.0),
 ]
+SINKS = [
+    Case(2, 6, 2, 75, 7, sinks=True),
+    Case(1, 4, 1, 300, 8, 70, (100, 200), soft_cap=0.9, sinks=True),
+]
 
 
 def compare(
@@ -135,20 +172,24 @@ def compare(
     """Compare output and gradients with the formula in float64 on the same rounded values."""
     *inputs, grad = case.inputs(dtype)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    formula = case.formula(*exact)
+    sinks = case.sink_scores(dtype, device)
+    exact_sinks = None if sinks is None else sinks.detach().cpu().double().requires_grad_()
+    formula = case.formula(*exact, sinks=exact_sinks)
     formula.backward(grad.double())
     ours = [tensor.to(device).requires_grad_() for tensor in inputs]
-    output = case.attend(ours, backend, device=device, softmax_in_fp32=softmax_in_fp32)
+    output = case.attend(ours, backend, device=device, softmax_in_fp32=softmax_in_fp32, sinks=sinks)
     assert output.shape == formula.shape and output.dtype == dtype
     output.backward(grad.to(device))
     for mine, reference in zip(
         [output, *(t.grad for t in ours)], [formula, *(t.grad for t in exact)], strict=True
     ):
         close(cast(Tensor, mine), cast(Tensor, reference), dtype)
+    if sinks is not None and exact_sinks is not None:
+        close(sinks.main_grad, cast(Tensor, exact_sinks.grad), dtype)
 
 
 @dtypes
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SINKS], ids=str)
 def test_blocks_equal_the_formula(case: Case, dtype: torch.dtype) -> None:
     """Grouped queries, odd sizes, windows and documents across, at and near the borders of
     blocks."""
@@ -169,6 +210,8 @@ IN_PIECES = [
     Case(1, 2, 1, 513, 8),
     Case(1, 2, 1, 1024, 8),
     Case(1, 2, 1, 1025, 8),
+    Case(2, 6, 2, 75, 7, sinks=True),
+    Case(2, 4, 2, 300, 8, sinks=True),
 ]
 
 
@@ -186,7 +229,9 @@ def test_flash_attention_on_a_cpu_equals_the_formula(
 
 
 @pytest.mark.parametrize(
-    "case", [Case(2, 4, 2, 300, 16), Case(1, 4, 2, 1024, 8), Case(1, 2, 2, 1100, 16)], ids=str
+    "case",
+    [Case(2, 4, 2, 300, 16, sinks=True), Case(1, 4, 2, 1024, 8), Case(1, 2, 2, 1100, 16)],
+    ids=str,
 )
 def test_flash_attention_on_a_cpu_rounds_bf16_as_the_formula_does(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +249,7 @@ DROPOUT_CASES = [
     Case(2, 4, 2, 131, 16, 40),
     Case(2, 4, 1, 100, 8, lengths=(60, 40, 1, 99), scale=0.05),
     Case(1, 4, 2, 200, 32, 90, (100, 7, 93)),
+    Case(1, 4, 2, 100, 32, 30, sinks=True),
 ]
 
 
@@ -674,6 +720,69 @@ def test_varlen_gets_the_right_arguments(
     torch.testing.assert_close(output, case.formula(*inputs))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 4, 2, 30, 8, sinks=True),
+        Case(1, 6, 2, 40, 8, 7, lengths=(13, 1, 26), scale=0.3, sinks=True),
+    ],
+    ids=str,
+)
+def test_sinks_need_only_the_output_and_sums_of_the_flash_kernels(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels written out in float64, whose backward pass takes P from the sums that it is
+    given, the gradients are those of the formula."""
+
+    def scores(q: Tensor, k: Tensor, starts: Tensor, scale: float | None, left: int) -> Tensor:
+        """Return the scores of all tokens (n, t, t)."""
+        repeats = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(repeats, 1)
+        product = torch.einsum("qnd,knd->nqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        document = torch.bucketize(torch.arange(len(q)), starts[1:], right=True)
+        allowed = (distance >= 0) & (distance <= (left if left >= 0 else len(q)))
+        allowed &= document[:, None] == document
+        return product.masked_fill(~allowed, float("-inf"))
+
+    class Written:
+        @staticmethod
+        def _flash_attention_forward(
+            *args: Any, scale: float | None, window_size_left: int, window_size_right: int
+        ) -> tuple[Tensor, ...]:
+            q, k, v, starts, again, *numbers = args
+            assert torch.equal(starts, again) and window_size_right == 0
+            assert numbers[2:] == [0.0, window_size_left < 0, False]
+            s = scores(q, k, starts, scale, window_size_left)
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            output = torch.einsum("nqk,knd->qnd", s.softmax(-1), v)
+            return output, s.logsumexp(-1), torch.tensor(1), torch.tensor(2), torch.tensor(3)
+
+        @staticmethod
+        def _flash_attention_backward(
+            *args: Any, scale: float | None, window_size_left: int, window_size_right: int
+        ) -> tuple[Tensor, ...]:
+            do, q, k, v, output, sums, starts, again, *numbers = args
+            assert torch.equal(starts, again) and window_size_right == 0
+            assert numbers[2:4] == [0.0, window_size_left < 0]
+            assert list(map(int, numbers[4:])) == [1, 2], "the states of the forward pass"
+            groups = k.shape[1]
+            p = (scores(q, k, starts, scale, window_size_left) - sums[..., None]).exp()
+            repeats = q.shape[1] // groups
+            wide_k, wide_v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+            dp = torch.einsum("qnd,knd->nqk", do, wide_v)
+            ds = p * (dp - (do * output).sum(-1).t()[..., None]) * (scale or q.shape[-1] ** -0.5)
+            dq = torch.einsum("nqk,knd->qnd", ds, wide_k)
+            dk, dv = (
+                torch.einsum("nqk,qnd->knd", *both).unflatten(1, (groups, repeats)).sum(2)
+                for both in ((ds, q), (p, do))
+            )
+            return dq, dk, dv
+
+    monkeypatch.setattr(attention_gpu, "aten", Written)
+    compare(case, torch.float64, "varlen")
+
+
 def test_flash3_takes_the_place_of_the_flash_kernels_only_while_it_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -851,6 +960,8 @@ GPU_CASES = [
     Case(1, 2, 1, 200, 7, window=9),
     Case(2, 4, 2, 300, 64, scale=0.03),
     Case(2, 4, 2, 300, 64, 100, scale=0.3),
+    Case(2, 4, 2, 300, 64, 100, (300, 130, 170), sinks=True),
+    Case(1, 8, 1, 520, 64, sinks=True),
 ]
 
 
@@ -862,7 +973,8 @@ def test_backends_on_a_gpu_equal_the_formula(backend: str, dtype: torch.dtype) -
     refusals = []
     for case in GPU_CASES:
         window = None if (case.window or case.s) >= case.s else case.window
-        work = Work(dtype, case.d, window is not None, case.lengths is not None)
+        documents = case.lengths is not None
+        work = Work(dtype, case.d, window is not None, documents, sinks=case.sinks)
         try:
             choose_attention(backend, torch.device("cuda"), work)
         except UsageError as error:
@@ -974,7 +1086,8 @@ def test_token_by_token_equals_all_at_once(window: int | None) -> None:
     """Training's attention over 20 tokens equals attention token by token over the keys that each
     may look at."""
     query, key, value = (randn(2, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
-    how = {"scale": 0.2, "soft_cap": 0.5}
+    how: dict[str, Any] = {"scale": 0.2, "soft_cap": 0.5}
+    how["sinks"] = Parameter(torch.tensor([-1.0, 0.0, 0.3, 2.0])) if window else None
     whole = attention(query, key, value, window, 0.0, None, backend="math", **how)
     for i in range(20):
         seen = slice(max(0, i + 1 - (window or 20)), i + 1)
