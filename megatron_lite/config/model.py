@@ -212,6 +212,12 @@ class ModelConfig(Area):
         value_aliases=ACTIVATION_ALIASES,
         basic=True,
     )
+    activation_limit: NonNegativeFloat = option(
+        0.0,
+        "cut off gates above this and their factors beyond it on both sides, and add 1 to the factors, as in gpt-oss "
+        "(with quick_gelu); 0: do not",
+        needs=(Rule("gated", "there is no gate"),),
+    )
     normalization_type: str = option(
         "layer_norm", "normalization", choices=("layer_norm", "rms_norm"), basic=True
     )

@@ -8,6 +8,9 @@ c.
     silu: u s(u)        quick_gelu: u s(1.702 u)        with the sigmoid s(x) = 1 / (1 + e^-x)
     relu: max(u, 0)        squared_relu: max(u, 0)^2        tanh: tanh(u)        identity: u
 
+With a limit c (gpt-oss 2025), gated z = a(min(gate, c)) * (max(min(up, c), -c) + 1), and what is cut
+off has no gradient.
+
 gelu: Hendrycks and Gimpel (2016), usually written with tanh; 1 + tanh(x) = 2 s(2 x). quick_gelu:
 their section 2.
 
@@ -132,7 +135,14 @@ def _value_and_slope(u, NAME: tl.constexpr):
 
 @jit
 def _activate_kernel(
-    u_ptr, dz_ptr, z_ptr, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+    u_ptr,
+    dz_ptr,
+    z_ptr,
+    width,
+    NAME: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Process one block of channels of one row (width,) per program: write z if wanted; given dz,
     overwrite u with du.
@@ -148,12 +158,19 @@ def _activate_kernel(
     if GATED:
         gate_pointers = u_ptr + row * 2 * width + column
         up = tl.load(gate_pointers + width, mask=inside, other=0.0).to(tl.float32)
-        z, slope = _value_and_slope(
-            tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32), NAME
-        )
+        gate = tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32)
+        cuts_gate, cuts_up = gate > LIMIT, tl.abs(up) > LIMIT
+        if LIMIT > 0.0:
+            gate = tl.where(cuts_gate, LIMIT, gate)
+            up = 1.0 + tl.where(cuts_up, tl.where(up > 0.0, LIMIT, -LIMIT), up)
+        z, slope = _value_and_slope(gate, NAME)
         if dz_ptr is not None:
-            tl.store(gate_pointers, (dz * up * slope).to(u_ptr.dtype.element_ty), mask=inside)
-            tl.store(gate_pointers + width, (dz * z).to(u_ptr.dtype.element_ty), mask=inside)
+            dgate, dup = dz * up * slope, dz * z
+            if LIMIT > 0.0:
+                dgate = tl.where(cuts_gate, 0.0, dgate)
+                dup = tl.where(cuts_up, 0.0, dup)
+            tl.store(gate_pointers, dgate.to(u_ptr.dtype.element_ty), mask=inside)
+            tl.store(gate_pointers + width, dup.to(u_ptr.dtype.element_ty), mask=inside)
         z *= up
     else:
         u_pointers = u_ptr + row * width + column
@@ -167,34 +184,40 @@ def _activate_kernel(
 
 
 def _launch(
-    u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool
+    u: Tensor, dz: Tensor | None, z: Tensor | None, width: int, name: str, gated: bool, limit: float
 ) -> None:
     """Launch with 128 threads of 8 channels each: 16 bytes in bf16."""
     block = min(next_power_of_2(width), 1024)
     grid = (u.numel() // (width * (2 if gated else 1)) * cdiv(width, block),)
-    _activate_kernel[grid](u, dz, z, width, NAME=name, GATED=gated, BLOCK=block, num_warps=4)
+    options = {"NAME": name, "GATED": gated, "LIMIT": limit}
+    _activate_kernel[grid](u, dz, z, width, **options, BLOCK=block, num_warps=4)
 
 
 # -- the activation
 # --------------------------------------------------------------------------------------------------
 
 
-def activate(u: Tensor, name: str, gated: bool, triton: bool) -> Tensor:
-    """Compute u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory, without autograd."""
+def activate(u: Tensor, name: str, gated: bool, triton: bool, limit: float = 0.0) -> Tensor:
+    """Compute u (..., f), or (..., 2 f) if gated, -> z (..., f) in new memory, without autograd.
+
+    limit: of gate and up; 0: none.
+    """
     if triton:
         u = u.contiguous()
         z = u.new_empty((*u.shape[:-1], u.shape[-1] // (2 if gated else 1)))
-        _launch(u, None, z, z.shape[-1], name, gated)
+        _launch(u, None, z, z.shape[-1], name, gated, limit)
         return z
     forward = FUNCTIONS[name][0]
     if not gated:
         return forward(u)
     gate, up = u.chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit).add_(1.0)
     return forward(gate).mul_(up)
 
 
 def activate_backward(
-    dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool
+    dz: Tensor, u: Tensor, name: str, gated: bool, needs_z: bool, triton: bool, limit: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """Return du in the memory of u and, if `needs_z`, the same z as `activate`, bit for bit.
 
@@ -203,18 +226,25 @@ def activate_backward(
     if triton:
         assert u.is_contiguous() and dz.is_contiguous()
         z = dz if needs_z else None
-        _launch(u, dz, z, dz.shape[-1], name, gated)
+        _launch(u, dz, z, dz.shape[-1], name, gated, limit)
         return u, z
     forward, backward = FUNCTIONS[name]
     if not gated:
         z = forward(u) if needs_z else None
         return backward(dz, u), z
     gate, up = u.chunk(2, dim=-1)
+    if limit:
+        cut = (gate > limit, up.abs() > limit)
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit).add_(1.0)
     value = forward(gate)
     z = value * up if needs_z else None
     dup = value.mul_(dz)  # cannot overwrite `up` yet: dgate reads it
     backward(dz.mul_(up), gate)
     up.copy_(dup)
+    if limit:
+        for gradient, is_cut in zip((gate, up), cut, strict=True):
+            gradient.masked_fill_(is_cut, 0.0)
     return u, z
 
 
@@ -227,12 +257,16 @@ class _Options(NamedTuple):
 
     activation: str
     gated: bool
+    limit: float
     recompute_level: str
     triton: bool
     exchange: Exchange
     after: Exchange
     of_up: Products
     of_down: Products
+
+    def activate(self, u: Tensor) -> Tensor:
+        return activate(u, self.activation, self.gated, self.triton, self.limit)
 
 
 class _MLP(Function):
@@ -253,7 +287,7 @@ class _MLP(Function):
         ctx.options = options
         # (..., f) or (..., 2 f)
         u = options.of_up.forward(options.exchange.start_gather(x), up, up_bias)
-        z = activate(u, options.activation, options.gated, options.triton)  # (..., f)
+        z = options.activate(u)  # (..., f)
         # for dx and the gradients of `up` and its bias
         ctx.needs_du = any(ctx.needs_input_grad[:3])
         recomputes_z = down.requires_grad and options.recompute_level != "none"
@@ -270,11 +304,8 @@ class _MLP(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, (activation, gated, _, triton, exchange, after, of_up, of_down) = (
-            ctx.up,
-            ctx.down,
-            ctx.options,
-        )
+        up, down, options = ctx.up, ctx.down, ctx.options
+        activation, gated, limit, _, triton, exchange, after, of_up, of_down = options
         gathering_dy = after.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None
         recomputed_z = None
@@ -287,10 +318,10 @@ class _MLP(Function):
         u, z = flat
         if ctx.needs_du:
             dz = of_down.input_gradient(gathering_dy, down)
-            du, recomputed_z = activate_backward(dz, u, activation, gated, needs_z, triton)
+            du, recomputed_z = activate_backward(dz, u, activation, gated, needs_z, triton, limit)
             del dz
         elif needs_z:
-            recomputed_z = activate(u, activation, gated, triton)
+            recomputed_z = options.activate(u)
         flat_dy = complete(gathering_dy)
         z = recomputed_z if needs_z else z
         of_down.add_gradients(down, ctx.down_bias, flat_dy, z)
@@ -320,12 +351,14 @@ def mlp(
     exchange: Exchange = NO_EXCHANGE,
     products: tuple[Products, Products] = (PLAIN, PLAIN),
     after: Exchange | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """Compute x (..., h) -> y (..., h), with up (f, h) or, if gated, (2 f, h), the gate first, and
     down (h, f).
 
     activation: a name in `FUNCTIONS`. recompute_level: "none", "activation" or "full". exchange: of
     x and y, if f is split over ranks. products: of `up` and `down`. after: other collectives of y.
+    limit: see `activate`.
     """
     return _MLP.apply(
         x,
@@ -334,7 +367,7 @@ def mlp(
         down,
         down_bias,
         _Options(
-            *(activation, gated, recompute_level, triton, exchange),
+            *(activation, gated, limit, recompute_level, triton, exchange),
             exchange if after is None else after,
             *products,
         ),

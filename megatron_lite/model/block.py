@@ -167,7 +167,7 @@ class MLP(torch.nn.Module):
         super().__init__()
         channels = parallel.parts(config.ffn_hidden_size)
         self.activation_type, self.gated = config.activation_type, config.gated
-        self.kernels = kernels
+        self.limit, self.kernels = config.activation_limit, kernels
         up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
         biased = config.add_mlp_biases
         split, std = parallel.split(0, *[channels] * len(up_sizes)), config.init_method_std_mlp_1
@@ -204,6 +204,7 @@ class MLP(torch.nn.Module):
             exchange=collectives,
             products=(self.up.products(seed), self.down.products(seed)),
             after=after,
+            limit=self.limit,
         )
 
 

@@ -135,6 +135,8 @@ SINGLE = (
     "attention_softmax_in_fp32=1",
     "async_checkpoint=1",
     "attention_sinks=1",
+    "gated=1",
+    "activation_limit=0.01",
 )
 # All that runs may have beside a layout; of each line a run has one, the first with less than the
 # others.

@@ -94,6 +94,35 @@ def test_rows_of_several_blocks(gated: bool, triton: bool) -> None:
     close(again, output, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "triton"), covering(["quick_gelu", "silu"], DTYPES, IMPLEMENTATIONS)
+)
+def test_a_limit_cuts_gates_above_and_factors_on_both_sides(
+    name: str, dtype: torch.dtype, triton: bool
+) -> None:
+    """As written for gpt-oss, with values at the limit, whose gradient is kept, and NaN, which
+    stays."""
+    limit, width = 1.5, 9
+    x = (3 * randn(2, 5, 2 * width)).to(DEVICE, dtype)
+    x[0, 0, [0, width]] = limit
+    x[0, 1, width] = -limit
+    grad = randn(2, 5, width, seed=1).to(DEVICE, dtype)
+    exact = x.double().requires_grad_()
+    gate, up = exact[..., :width].clamp(max=limit), exact[..., width:].clamp(-limit, limit)
+    output = FORMULAS[name](gate) * (up + 1)
+    output.backward(grad.double())
+    close(activate(x, name, True, triton, limit), output, dtype)
+    gradient, nothing = activate_backward(grad.clone(), x.clone(), name, True, False, triton, limit)
+    assert nothing is None and exact.grad is not None
+    close(gradient, exact.grad, dtype)
+    assert torch.equal(gradient == 0, exact.grad == 0)
+    same, again = activate_backward(grad.clone(), x.clone(), name, True, True, triton, limit)
+    assert torch.equal(same, gradient) and again is not None
+    assert torch.equal(again, activate(x, name, True, triton, limit))
+    x[0, 0, 0], x[0, 1, width] = torch.nan, torch.nan
+    assert activate(x, name, True, triton, limit)[0, :2, 0].isnan().all()
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # a GPU would not warn
 @implementations
 @names

@@ -192,6 +192,13 @@ def others(shape: Shape) -> Iterator[tuple[str, Callable[[], Any]]]:
                 f"{name} {gated} backward",
                 partial(activate_backward, grad, before, name, gated, True, triton=True),
             )
+    clamped = ("quick_gelu", True)
+    before, grad = shape.random(5, 246), shape.random(5, 123)
+    yield "limit", partial(activate, before, *clamped, triton=True, limit=7.0)
+    yield (
+        "limit backward",
+        partial(activate_backward, grad, before, *clamped, True, triton=True, limit=7.0),
+    )
     for rows, width in ((1, 1), (5, 123), (7, 16384), (3, 32768)):
         x = shape.input(rows, width)
         weight = shape.parameter(width)

@@ -87,6 +87,8 @@ class PlainBlock(nn.Module):
         act = ACTIVATIONS[self.config.activation_type]
         if self.config.gated:
             gate, up = up.chunk(2, dim=-1)
+            if limit := self.config.activation_limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
             up = act(gate) * up
         else:
             up = act(up)

@@ -58,6 +58,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention_sinks": True,
         "window_size": 7,
         "attention_pattern": ("window", "full"),
+        "activation_type": "quick_gelu",
+        "activation_limit": 0.01,
     },
     "parallel branches": {
         **LLAMA,
