@@ -56,6 +56,9 @@ class ParameterSpec:
     embedding: bool = False  # of tokens or positions
     padding_rows: int = 0  # rows of zeros that follow the parameter in memory: see `padded`
     split: Split = WHOLE
+    # Without a gradient, and in fp32 at any training dtype. Every rank has all of it, and computes
+    # its updates: see `optimizer/balance.py`.
+    is_state: bool = False
 
     @property
     def numel(self) -> int:
@@ -127,7 +130,7 @@ class ParameterSpec:
     def trainable(self) -> bool:
         """False for a frozen parameter, which has no gradient, no optimizer state and no
         reduction."""
-        return self.lr_scale != 0.0
+        return self.lr_scale != 0.0 and not self.is_state
 
 
 class Parameter(torch.nn.Parameter):

@@ -102,6 +102,8 @@ RUN_STATE = {
         "averaging?": {"type": EmaType, "updates": Count, "total": NotNegative},
         # for input, weight and gradient
         "scales?": dict[str, tuple[DelayedScale, DelayedScale, DelayedScale]],
+        # by router: tokens that chose each expert in the newest step, and all tokens
+        "balance?": dict[str, list[Count]],
     },
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,

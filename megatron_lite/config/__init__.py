@@ -12,8 +12,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lite.config.experts import ModelConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
-from megatron_lite.config.model import ModelConfig, PerformanceConfig
+from megatron_lite.config.model import PerformanceConfig
 from megatron_lite.config.monitoring import ProfilingConfig, RunConfig, TrackingConfig
 from megatron_lite.config.optimizer import AveragingConfig, LearningRateConfig, OptimizerConfig
 from megatron_lite.config.option import Area

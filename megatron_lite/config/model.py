@@ -67,7 +67,7 @@ mup_option = idle_unless("mup")
 
 
 @dataclass
-class ModelConfig(Area):
+class DenseConfig(Area):
     """Model"""
 
     num_layers: int = option(

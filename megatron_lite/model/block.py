@@ -15,10 +15,10 @@ from megatron_lite.config import ModelConfig, PerformanceConfig
 from megatron_lite.kernels.attention.attention import attention
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.heads import HeadKind, split_heads
-from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.rotary import Table
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives, split_seed
-from megatron_lite.model.layer import Layer, Linear, MicroBatch, Norm, dropout
+from megatron_lite.model.experts import Experts
+from megatron_lite.model.layer import MLP, Layer, Linear, MicroBatch, Norm, dropout
 from megatron_lite.model.rotary import Rotary, Tables
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
@@ -156,58 +156,6 @@ class Attention(torch.nn.Module):
         return split_heads(projection, *sizes, table, self.kernels.triton, norms, self.norm_kind)
 
 
-class MLP(torch.nn.Module):
-    """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
-
-    recompute_level = "none"
-
-    def __init__(
-        self, name: str, config: ModelConfig, kernels: Kernels, parallel: TensorParallel
-    ) -> None:
-        super().__init__()
-        channels = parallel.parts(config.ffn_hidden_size)
-        self.activation_type, self.gated = config.activation_type, config.gated
-        self.limit, self.kernels = config.activation_limit, kernels
-        up_sizes = (config.ffn_hidden_size,) * (2 if config.gated else 1)  # gate rows first
-        biased = config.add_mlp_biases
-        split, std = parallel.split(0, *[channels] * len(up_sizes)), config.init_method_std_mlp_1
-        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, std, config, biased, split)
-        self.down = Linear(
-            f"{name}.down",
-            config.ffn_hidden_size,
-            (config.hidden_size,),
-            config.init_method_std_mlp_2,
-            config,
-            biased,
-            parallel.split(1, channels),
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        collectives: Collectives = ONE_RANK,
-        seed: int | None = None,
-        after: Collectives | None = None,
-    ) -> Tensor:
-        """Compute (b, s, h) -> (b, s, h). seed: see `Linear.products`. after: other collectives of
-        the output."""
-        return mlp(
-            hidden,
-            up=self.up.weight,
-            up_bias=self.up.bias,
-            down=self.down.weight,
-            down_bias=self.down.bias,
-            activation=self.activation_type,
-            gated=self.gated,
-            recompute_level=self.recompute_level,
-            triton=self.kernels.triton,
-            exchange=collectives,
-            products=(self.up.products(seed), self.down.products(seed)),
-            after=after,
-            limit=self.limit,
-        )
-
-
 class Block(Layer):
     """One transformer block."""
 
@@ -239,7 +187,12 @@ class Block(Layer):
         self.parallel_branches = config.parallel_branches != "none"
         has_norms = config.parallel_branches != "one_norm"
         self.mlp_norm = norm("mlp_norm", "pre") if has_norms else None
-        self.mlp = MLP(f"{self.name}.mlp", config, kernels, parallel)
+        mlp, width = f"{self.name}.mlp", config.ffn_hidden_size
+        self.mlp = (
+            Experts(mlp, config, kernels, parallel)
+            if config.has_experts(index)
+            else MLP(mlp, width, config, kernels, parallel)
+        )
         self.mlp_output_norm = norm("mlp_output_norm", "post")
         self.variant = (self.attention.window, rotary is None)
         self.recompute(
@@ -255,7 +208,7 @@ class Block(Layer):
         """Compute (b, s, h) -> (b, s, h), in the residual stream's dtype."""
         assert hidden is not None
         # everything but the residual stream, whose dtype the embedding chooses
-        dtype = self.mlp.up.weight.dtype
+        dtype = self.attention.output.weight.dtype
         collectives = self.parallel.collectives[micro_batch.cache is not None]
         hidden, normalized = _normalized(self.attention_norm, hidden, None, dtype)
         if self.parallel_branches:
@@ -269,7 +222,7 @@ class Block(Layer):
         )
         hidden, normalized = _normalized(self.mlp_norm, hidden, branch, dtype)
         del branch
-        branch = self.mlp(normalized, collectives, micro_batch.dropout_seed)
+        branch = self.mlp(normalized, micro_batch, collectives)
         return hidden + self._branch(branch, self.mlp_output_norm, micro_batch, "mlp_branch")
 
     def _both_branches(
@@ -280,8 +233,7 @@ class Block(Layer):
         attended = self.attention(normalized, micro_batch, collectives, collectives.unreduced)
         if self.mlp_norm is not None:
             normalized = self.mlp_norm(hidden, normalized.dtype)
-        seed = micro_batch.dropout_seed
-        branch = self.mlp(normalized, collectives, seed, collectives.unreduced)
+        branch = self.mlp(normalized, micro_batch, collectives, collectives.unreduced)
         return collectives.joined(attended.view_as(branch) + branch)
 
     def _branch(

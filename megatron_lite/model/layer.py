@@ -1,10 +1,10 @@
-"""A layer of the model, its input, and its building blocks: linear maps, norms, dropout."""
+"""A layer of the model, its input, and its building blocks: linear maps, MLPs, norms, dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,24 @@ from megatron_lite.kernels.attention.attention import Documents
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.eight_bit import EightBit
 from megatron_lite.kernels.linear import PLAIN, Products, linear
+from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import generator_for
 from megatron_lite.model.kv_cache import CachePass
+from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
 from megatron_lite.seeds import derive_seed
 from megatron_lite.tiles import WHOLE, Split
 
 MASKED = -1  # label of a token without a loss
+
+
+class Routing(NamedTuple):
+    """A micro-batch of training, for the routers of experts."""
+
+    samples: int  # without padding, which comes last
+    scale: Tensor  # loss scale / tokens of the global batch, ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class MicroBatch:
     loss_weight: float = 1.0  # factor on the summed loss; `gradient_scale` includes it
     cache: CachePass | None = None  # generation: the head returns logits (t, v) instead of a loss
     positions: Tensor | None = None  # (b, s) int64; None: 0, 1, 2, ... in every sample
+    routing: Routing | None = None  # training of experts; None: count and balance nothing
     # computed by the first layer that needs it, for all layers
     shared: dict[str, Any] = field(default_factory=dict)
 
@@ -110,6 +120,63 @@ class Linear(torch.nn.Module):
     ) -> Tensor:
         """Compute the layer; see `products` and `kernels.linear`."""
         return linear(input_, self.weight, self.bias, before, after, self.products(seed))
+
+
+class MLP(torch.nn.Module):
+    """Plain or gated two-layer MLP: (b, s, h) -> (b, s, h)."""
+
+    recompute_level = "none"
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        config: ModelConfig,
+        kernels: Kernels,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        channels = parallel.parts(width)
+        self.activation_type, self.gated = config.activation_type, config.gated
+        self.limit, self.kernels = config.activation_limit, kernels
+        up_sizes = (width,) * (2 if config.gated else 1)  # gate rows first
+        biased = config.add_mlp_biases
+        split, std = parallel.split(0, *[channels] * len(up_sizes)), config.init_method_std_mlp_1
+        self.up = Linear(f"{name}.up", config.hidden_size, up_sizes, std, config, biased, split)
+        self.down = Linear(
+            f"{name}.down",
+            width,
+            (config.hidden_size,),
+            config.init_method_std_mlp_2,
+            config,
+            biased,
+            parallel.split(1, channels),
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        micro_batch: MicroBatch,
+        collectives: Collectives = ONE_RANK,
+        after: Collectives | None = None,
+    ) -> Tensor:
+        """Compute (..., h) -> (..., h). after: other collectives of the output."""
+        seed = micro_batch.dropout_seed
+        return mlp(
+            hidden,
+            up=self.up.weight,
+            up_bias=self.up.bias,
+            down=self.down.weight,
+            down_bias=self.down.bias,
+            activation=self.activation_type,
+            gated=self.gated,
+            recompute_level=self.recompute_level,
+            triton=self.kernels.triton,
+            exchange=collectives,
+            products=(self.up.products(seed), self.down.products(seed)),
+            after=after,
+            limit=self.limit,
+        )
 
 
 class Norm(torch.nn.Module):

@@ -49,7 +49,7 @@ class DelayedScales:
         )
         self._use(self._scales)
 
-    def end_step(self) -> None:
+    def end_step(self, skipped: Tensor) -> None:
         """Record this iteration's magnitudes and compute the next iteration's scales."""
         seen = self._world.largest(self._seen, "scale")
         self._history[self._iterations % len(self._history)] = seen.where(
@@ -59,6 +59,10 @@ class DelayedScales:
         largest = self._history.amax(dim=0)
         self._use(torch.where(largest > 0, 1.0 / (self._numbers / largest), self._scales))
         self._seen.masked_fill_(self._changing, 0.0)
+
+    def record(self) -> JsonObject:
+        """Return nothing: scales are not logged."""
+        return {}
 
     def state(self) -> JsonObject:
         """Return scales and magnitudes by layer for a checkpoint (reads the device).

@@ -7,7 +7,7 @@ update is dropped on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_lite.kernels.adamw import StepNumbers
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.gradient_norm import squared_norms
 from megatron_lite.optimizer.averaging import Averaging
+from megatron_lite.optimizer.balance import Balance
 from megatron_lite.optimizer.delayed_scaling import DelayedScales
 from megatron_lite.optimizer.guards import Guard, Verdict
 from megatron_lite.optimizer.loss_scale import LossScale
@@ -36,6 +37,22 @@ class Update(NamedTuple):
     tokens: int  # tokens with a loss, over all ranks
     grad_norm: Tensor  # of the unscaled global gradient, before clipping
     verdict: Verdict
+
+
+class Follower(Protocol):
+    """State of the model that follows each step without a gradient."""
+
+    def end_step(self, skipped: Tensor) -> None:
+        """Follow a step. skipped: whether its update was dropped, () bool."""
+
+    def record(self) -> JsonObject:
+        """Return entries for a log line (reads the device)."""
+
+    def state(self) -> JsonObject:
+        """Return the state for a checkpoint (reads the device)."""
+
+    def load_state(self, state: JsonObject) -> None:
+        """Restore `state`, or start fresh from an empty one."""
 
 
 class Optimizer:
@@ -81,12 +98,13 @@ class Optimizer:
             distributed.device,
             config.training.train_iters,
         )
-        length = config.performance.amax_history_length
-        self._scales = (
-            DelayedScales(all_stages, length, distributed)
-            if config.performance.fp8 == "delayed"
-            else None
-        )
+        # State of the model that follows each step, by name in checkpoints.
+        self._followers: dict[str, Follower] = {}
+        if config.performance.fp8 == "delayed":
+            length = config.performance.amax_history_length
+            self._followers["scales"] = DelayedScales(all_stages, length, distributed)
+        if config.model.num_experts > 1:
+            self._followers["balance"] = Balance(config.model, all_stages, distributed)
         # Adam's t: good updates
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)
 
@@ -134,8 +152,8 @@ class Optimizer:
             updated(trained.stage)
         if self.loss_scale.dynamic:
             self.loss_scale.update(verdict.overflow)
-        if self._scales is not None:
-            self._scales.end_step()
+        for follower in self._followers.values():
+            follower.end_step(verdict.skipped)
         return Update(loss, tokens, grad_norm, verdict)
 
     def _sums_over_ranks(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +173,11 @@ class Optimizer:
         return norm_squared, total
 
     def record(self) -> JsonObject:
-        """Return the rule's entries for a log line (reads the device)."""
-        return self._rule.record()
+        """Return entries of the rule and of experts for a log line (reads the device)."""
+        record = self._rule.record()
+        for follower in self._followers.values():
+            record |= follower.record()
+        return record
 
     def state(self) -> JsonObject:
         """Return the state for a checkpoint, without the shards (reads the device)."""
@@ -166,7 +187,7 @@ class Optimizer:
             "guard": self.guard.state(),
             "rule": self._rule.state(),
             "averaging": self.averaging.state(),
-            **({} if self._scales is None else {"scales": self._scales.state()}),
+            **{name: follower.state() for name, follower in self._followers.items()},
         }
 
     def load_state(self, state: JsonObject) -> None:
@@ -175,8 +196,8 @@ class Optimizer:
         self.loss_scale.load_state(state["loss_scale"])
         self.guard.load_state(state.get("guard", {}))
         self.averaging.load_state(state.get("averaging", {}))
-        if self._scales is not None:
-            self._scales.load_state(state.get("scales", {}))
+        for name, follower in self._followers.items():
+            follower.load_state(state.get(name, {}))
 
     def load_rule(self, state: JsonObject) -> None:
         """Restore only Adam's count and the rule's state, which belong to another run's moments.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_lite.data.host_batch import HostBatch, micro_batch
-from megatron_lite.model.layer import MicroBatch
+from megatron_lite.model.layer import MicroBatch, Routing
 from megatron_lite.outputs.run import Run
 from megatron_lite.seeds import dropout_seed
 
@@ -52,11 +53,19 @@ def step_inputs(
     seed, rank = run.config.distributed.seed, run.distributed.data.rank
     scale = run.optimizer.loss_scale.scale / max(sum(counted), 1)
     weights = loss_weights(counted, run.config.training.loss_reduction)
-    return [
+    inputs = [
         micro_batch(
             batch, run.distributed.device, scale, dropout_seed(seed, iteration, index, rank), weight
         )
         for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
+    ]
+    if run.config.model.num_experts == 1:
+        return inputs
+    tokens = sum(batch.real_samples for batch in micro_batches) * run.config.batch.sequence_length
+    scale = run.optimizer.loss_scale.scale / max(tokens, 1)
+    return [
+        replace(each, routing=Routing(len(batch.tokens) - batch.padding, scale))
+        for each, batch in zip(inputs, micro_batches, strict=True)
     ]
 
 

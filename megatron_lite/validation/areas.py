@@ -24,6 +24,7 @@ from megatron_lite.config.system import number_of_stages
 from megatron_lite.config.training import ITERATIONS, NO_MASK, OWN_DATA
 from megatron_lite.config.values import is_number, written
 from megatron_lite.schedules.batch_size import batch_schedule
+from megatron_lite.validation.experts import experts
 from megatron_lite.validation.rules import (
     Problem,
     Problems,
@@ -66,6 +67,7 @@ def model(draft: Draft) -> Problems:
             f"or --max_position_embeddings={draft.sequence_length} for a model that is not trained yet"
         )
         yield "sequence_length max_position_embeddings", rule, "use_position_embeddings"
+    yield from experts(draft)
     yield from _rotary(draft)
     draft.attention_pattern = repeating(draft.attention_pattern, "window")
     fill(draft, norm_placement="both" if draft.hybrid_norm else "pre")

@@ -42,13 +42,14 @@ def tensor_parallel(draft: Draft, world_size: int) -> Problems:
         yield "tensor_parallel head_groups", rule, "num_attention_heads"
     elif groups < ranks and (draft.update_rms_clip or draft.clip_update_norm_sigma) is not None:
         yield from _clipped_updates(draft, heads // ranks)
-    if draft.ffn_hidden_size and draft.ffn_hidden_size % ranks:
-        nearest = nearest_multiples(draft.ffn_hidden_size, ranks)
-        rule = (
-            f"each rank takes equally many channels of the MLP; nearest ffn_hidden_size: {nearest}; or write "
-            f"--tensor_parallel={fitting}"
-        )
-        yield "tensor_parallel ffn_hidden_size", rule
+    for name in ("ffn_hidden_size", *["moe_ffn_hidden_size"] * (draft.num_experts > 1)):
+        if (width := getattr(draft, name)) and width % ranks:
+            nearest = nearest_multiples(width, ranks)
+            rule = (
+                f"each rank takes equally many channels of the MLP; nearest {name}: {nearest}; or write "
+                f"--tensor_parallel={fitting}"
+            )
+            yield f"tensor_parallel {name}", rule
     if draft.sequence_tensor_parallel and draft.sequence_length % ranks:
         nearest = nearest_multiples(draft.sequence_length, ranks)
         rule = (
@@ -143,9 +144,8 @@ def _fitting(draft: Draft, world_size: int) -> int:
     """Return a divisor of --tensor_parallel that satisfies all rules except the vocabulary's."""
     heads, groups = draft.num_attention_heads, draft.head_groups or draft.num_attention_heads
     positions = draft.sequence_length if draft.sequence_tensor_parallel else 0
-    fitting = math.gcd(
-        draft.tensor_parallel, world_size, heads, draft.ffn_hidden_size or 0, positions
-    )
+    widths = draft.ffn_hidden_size or 0, draft.moe_ffn_hidden_size or 0
+    fitting = math.gcd(draft.tensor_parallel, world_size, heads, *widths, positions)
     return fitting if groups % fitting == 0 or fitting % groups == 0 else math.gcd(fitting, groups)
 
 
@@ -176,7 +176,7 @@ MOST_PASSES = 2**20
 
 def sizes(draft: Draft) -> Problems:
     """Check that products of sizes do not overflow, once all sizes are derived."""
-    if None in (draft.kv_channels, draft.ffn_hidden_size):
+    if None in (draft.kv_channels, draft.ffn_hidden_size, draft.moe_ffn_hidden_size):
         return
     hidden, ffn = draft.hidden_size, draft.ffn_hidden_size
     head_channels = draft.num_attention_heads * draft.kv_channels
@@ -190,6 +190,11 @@ def sizes(draft: Draft) -> Problems:
         * hidden
         * head_channels,
         "num_layers hidden_size ffn_hidden_size": 3 * draft.num_layers * hidden * ffn,
+        "num_layers hidden_size moe_ffn_hidden_size num_experts": 3
+        * draft.num_layers
+        * hidden
+        * draft.moe_ffn_hidden_size
+        * draft.num_experts,
     }
     names, number = max(weights.items(), key=lambda pair: pair[1])
     if number > MOST_ELEMENTS:
@@ -198,7 +203,8 @@ def sizes(draft: Draft) -> Problems:
     if draft.sequential_micro_batches is None:  # the batch is wrong
         return
     micro = max(draft.micro_batch_size or 1, draft.eval_micro_batch_size or 1)
-    channels = max(3 * head_channels, 2 * ffn, hidden, draft.vocab_size)
+    experts = 2 * draft.moe_ffn_hidden_size * draft.num_experts_per_token
+    channels = max(3 * head_channels, 2 * ffn, experts, hidden, draft.vocab_size)
     elements = micro * draft.sequence_length * channels
     if elements > MOST_ELEMENTS:
         rule = f"a tensor of a micro-batch would have {elements:.1e} elements; write smaller sizes"

@@ -74,6 +74,7 @@ class FlatShard:
     dtype = torch.float32
     keeps_average = False
     has_memory = False
+    is_whole = False  # state: whether the full range is up to date, as all ranks update all of it
     shows_average = False  # whether `placed` contains the averages instead of the weights
     grad_shard: Tensor
     sums: Tensor  # target of the group's reductions: `grad_shard`, or a range around it
@@ -99,6 +100,20 @@ class FlatShard:
         self.frozen, self.has_state = frozen, training and not frozen
         self._moments = {moment.name: moment for moment in state.moments if self.has_state}
         self.whole_matrices = state.whole_matrices
+        self.is_state = specs[0].is_state
+
+    @property
+    def buffer_numel(self) -> int:
+        """Elements of the full range in a weight buffer."""
+        return 0 if self.is_state else self.layout.numel
+
+    def full_range(self, in_buffer: Tensor) -> Tensor:
+        """Return the full range, (numel,): that in a weight buffer, or the state's own in fp32."""
+        if not self.is_state:
+            return in_buffer
+        if not self.has_memory:
+            self.placed = self._zeros(torch.float32, self.layout.numel)
+        return self.placed
 
     def allocate(
         self, weights: BufferRange, gradients: BufferRange | None, precision: Precision
@@ -107,7 +122,9 @@ class FlatShard:
         self.full_weights = self.placed = weights.full
         self._own_weights = self._own(weights.full)
         self.has_memory = True
-        self.shares_weights = weights.is_owned and weights.full.dtype == self.dtype
+        self.shares_weights = (
+            weights.is_owned or self.is_state
+        ) and weights.full.dtype == self.dtype
         if precision.split_master and self.has_state:
             assert weights.is_owned, "split master weights need a weight buffer per stage"
             self.weights = WeightShard.split_into(self._own_weights)

@@ -73,7 +73,8 @@ class MultiStage:
             of_type(i, [layers[j] for j in some], *of_all) for i, some in enumerate(self.split)
         ]
         for _, part in self.all_parts():
-            part.dtype = self.precision.frozen_weights if part.frozen else torch.float32
+            is_weight = part.frozen and not part.is_state
+            part.dtype = self.precision.frozen_weights if is_weight else torch.float32
             part.keeps_average = averaged and not part.frozen
         name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
         assert name != "auto", "resolved before"
@@ -223,6 +224,8 @@ class MultiStage:
         """Mark all full weights as stale after the shards changed."""
         for stage in self.stages:
             stage.weights.holder = None
+            for part in stage.parts:
+                part.is_whole = False
             if isinstance(stage, HybridStage):
                 stage.invalidate()
 

@@ -8,6 +8,7 @@ differ only in the number of buffers.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -103,12 +104,10 @@ class Stage:
         specs = [
             cast(Parameter, declared).spec for layer in layers for declared in layer.parameters()
         ]
-        trained, frozen = [s for s in specs if s.trainable], [s for s in specs if not s.trainable]
-        kinds = [
-            (some, is_frozen) for some, is_frozen in ((trained, False), (frozen, True)) if some
-        ]
+        kinds = itertools.groupby(sorted(specs, key=_kind), key=_kind)
         self.parts = tuple(
-            self.shard_type(some, is_frozen, training, groups, state) for some, is_frozen in kinds
+            self.shard_type([*some], is_frozen, training, groups, state)
+            for (is_frozen, _), some in kinds
         )
         self.trainable = next((part for part in self.parts if part.has_state), None)
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
@@ -122,8 +121,8 @@ class Stage:
 
     @property
     def numel(self) -> int:
-        """Elements of the full weights, padding included."""
-        return sum(part.layout.numel for part in self.parts)
+        """Elements of the full weights in the buffer, padding included."""
+        return sum(part.buffer_numel for part in self.parts)
 
     @property
     def grad_numel(self) -> int:
@@ -185,7 +184,9 @@ class Stage:
         self.weights.casts.clear()
         for part in self.parts:
             part.place_weights()
-        if shared := [part for part in self.parts if part.group.world_size > 1]:
+        if shared := [
+            part for part in self.parts if part.group.world_size > 1 and not part.is_whole
+        ]:
             self.weights.start(Works([part.group.all_gather(part.placed) for part in shared]))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
@@ -369,9 +370,10 @@ class Stage:
         assert hidden is not None
         return hidden
 
-    def _ranges(self, weights: Buffer) -> tuple[Tensor, ...]:
+    def _ranges(self, weights: Buffer) -> list[Tensor]:
         """Split a weight buffer into the parts' flat ranges."""
-        return weights.data[: self.numel].split([part.layout.numel for part in self.parts])
+        ranges = weights.data[: self.numel].split([part.buffer_numel for part in self.parts])
+        return [part.full_range(own) for part, own in zip(self.parts, ranges, strict=True)]
 
     def _places(self) -> Iterator[tuple[FlatShard, ParameterSlot]]:
         """Yield each parameter's part and slot, in the order of `parameters`."""
@@ -397,3 +399,7 @@ class Stage:
                 setattr(module, attribute, parameter)
                 placed[slot.spec.name] = parameter
         return [(name, placed[name]) for name in places]
+
+
+def _kind(spec: ParameterSpec) -> tuple[bool, bool]:
+    return not spec.trainable, spec.is_state

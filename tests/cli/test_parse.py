@@ -560,14 +560,13 @@ def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
     for text in (
         "sequence_data_parallel=1.0",
-        "expert_z_loss_coefficient=0.0",
+        "router_lr_scale=1.0",
         "imported_model_type=",
         "micro_sequence_length=[]",
         "reproducible_init=true",
         "compile_all=False",
         "optimization_dtype=FP32",
-        "expert_auxiliary_loss_coefficient=1e-2",
-        "expert_auxiliary_loss_coefficient=.01",
+        "normalization_implementation=AUTO",
     ):
         assert parse([f"--{text}"]).given == {}
 
