@@ -57,7 +57,7 @@ shared -
   only    qk_norm_scope=head use_layer_norm_bias=true rotary_pattern=[] window_rotary_base=null
   only    scale_attn_by_inverse_layer_idx=false use_rotary_embeddings=true
   only    use_position_embeddings=false normalization_type=rms_norm gated=true attention_sinks=false
-  only    activation_limit=0.0
+  only    activation_limit=0.0 num_experts=1
   biases  attention_bias=add_linear_biases,add_qkv_biases mlp_bias=add_mlp_biases
   biases  use_bias=add_linear_biases,add_qkv_biases,add_mlp_biases
 

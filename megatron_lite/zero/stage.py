@@ -145,7 +145,8 @@ class Stage:
             sums = None
             if gradients and part.has_state:
                 sums = BufferRange(gradients.data[: part.layout.numel], gradients.is_owned)
-            part.allocate(BufferRange(full_weights, weights.is_owned), sums, precision)
+            is_owned = weights.is_owned or part.is_state
+            part.allocate(BufferRange(full_weights, is_owned), sums, precision)
         self._placed = self._materialize()
         trainable = self.trainable
         self._gradient_gaps = (

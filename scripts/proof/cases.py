@@ -105,6 +105,7 @@ FIXED = flags_of(
     "--startup_timeout=60 --save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
+EXPERTS = "--num_experts=6 --num_experts_per_token=2 --moe_ffn_hidden_size=24"
 # Each on or off.
 SINGLE = (
     "truncate_documents=0",
@@ -162,6 +163,14 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--max_position_embeddings=60",
         ),
         "dtype": ("--training_dtype=fp32", "--training_dtype=bf16", "--training_dtype=fp16"),
+        "experts": (
+            "",
+            f"{EXPERTS} --num_shared_experts=1",
+            f"{EXPERTS} --moe_layer_frequency=2 --expert_auxiliary_loss_coefficient=0.1",
+            f"{EXPERTS} --expert_auxiliary_loss_coefficient=0.1 --moe_balance=sequence",
+            f"{EXPERTS} --moe_router_score=sigmoid --moe_router_groups=2 --moe_first_dense_layers=1 "
+            "--expert_z_loss_coefficient=0.01 --moe_router_bias=1",
+        ),
         "eight bits": (
             "",
             "--fp8=tensorwise",
@@ -280,6 +289,8 @@ class Case(NamedTuple):
             raise UsageError(
                 "the samples of a micro-batch depend on the ranks, and so do means of micro-batches"
             )
+        if "num_experts" in self.options and self.options.get("training_dtype", "fp32") != "fp32":
+            raise UsageError("layouts round differently in 16 bits, and tokens go to other experts")
         parts = self._parts(fixed)
         if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
             rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"

@@ -123,7 +123,10 @@ def differences(
             elif not math.isfinite(other.numbers["norm"]):
                 continue  # the update was dropped, as all ranks agree
             elif gradient is None:
-                error = _error(found, before[0].before(kind, name), 0.0)
+                # a router's balance follows counts, which every layout has alike
+                follows = name.endswith(".balance")
+                wanted = value if follows else before[0].before(kind, name)
+                error = _error(found, wanted, 0.0)
                 yield Difference(step.iteration, f"frozen {kind}", name, error, 0.0)
             elif kind == "gradients":
                 error = _error(found, value, SMALL * largest)
