@@ -260,8 +260,15 @@ class RandomSource:
             embedding_dropout=0.1,
             tie_word_embeddings=False,
         ),
+        dict(
+            num_experts=4,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            moe_layer_frequency=2,
+            use_rotary_embeddings=True,
+        ),
     ],
-    ids=["factors, caps, every norm", "fp32 residual stream, wide softmax"],
+    ids=["factors, caps, every norm", "fp32 residual stream, wide softmax", "experts"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_options_that_transformers_lacks_have_the_texts_of_whole_passes(

@@ -42,7 +42,6 @@ class PlainBlock(nn.Module):
         h = config.hidden_size
         d = config.kv_channels
         f = config.ffn_hidden_size
-        bias = config.add_mlp_biases
         n, g = config.num_attention_heads, config.head_groups
         if config.norm_placement != "post":
             self.attention_norm = PlainNorm(config)
@@ -64,9 +63,9 @@ class PlainBlock(nn.Module):
                 PlainNorm(config, n * d if self.together else d),
                 PlainNorm(config, g * d if self.together else d),
             )
-        self.mlp = nn.ModuleDict(
-            {"up": nn.Linear(h, f * (1 + config.gated), bias), "down": nn.Linear(f, h, bias)}
-        )
+        self.mlp: nn.Module = plain_mlp(h, f, config)
+        if config.has_experts(index):
+            self.mlp = PlainExperts(config)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.parallel_branches != "none":
@@ -83,16 +82,9 @@ class PlainBlock(nn.Module):
         return x + branch * self.config.residual_scale
 
     def multiply(self, x: Tensor) -> Tensor:
-        up = self.mlp["up"](x)
-        act = ACTIVATIONS[self.config.activation_type]
-        if self.config.gated:
-            gate, up = up.chunk(2, dim=-1)
-            if limit := self.config.activation_limit:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-            up = act(gate) * up
-        else:
-            up = act(up)
-        return self.mlp["down"](up)
+        if isinstance(self.mlp, PlainExperts):
+            return self.mlp(x)
+        return self.mlp["down"](activated(self.mlp["up"](x), self.config))
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -124,6 +116,95 @@ class PlainBlock(nn.Module):
             scores = torch.cat((scores, sinks), -1)
         probabilities = scores.softmax(-1)[..., :s]
         return self.attention["output"]((probabilities @ v).transpose(1, 2).reshape(b, s, n * d))
+
+
+def activated(up: Tensor, config: ModelConfig) -> Tensor:
+    act = ACTIVATIONS[config.activation_type]
+    if not config.gated:
+        return act(up)
+    gate, up = up.chunk(2, dim=-1)
+    if limit := config.activation_limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    return act(gate) * up
+
+
+def plain_mlp(hidden: int, width: int, config: ModelConfig, experts: int = 1) -> nn.ModuleDict:
+    bias, rows = config.add_mlp_biases, width * (1 + config.gated)
+    up, down = nn.Linear(hidden, experts * rows, bias), nn.Linear(width, experts * hidden, bias)
+    return nn.ModuleDict({"up": up, "down": down})
+
+
+class PlainExperts(nn.Module):
+    """Every expert computes every token, and scores of 0 drop what was not chosen."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        h, width, count = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
+        self.router = nn.Linear(h, count, config.moe_router_bias)
+        if config.moe_router_choice_bias:
+            self.router.register_buffer("balance", torch.zeros(count))
+        self.experts = plain_mlp(h, width, config, count)
+        self.shared = (
+            plain_mlp(h, width * config.num_shared_experts, config)
+            if config.num_shared_experts
+            else None
+        )
+        self.loads = torch.zeros(count)  # of the step before
+        self.exact_balance = torch.zeros(count, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        config, count = self.config, self.config.num_experts
+        self.logits = self.router(x)  # (b, s, E)
+        softmax = config.moe_router_score == "softmax"
+        p = self.logits.softmax(-1) if softmax else self.logits.sigmoid()
+        values = p.detach() + getattr(self.router, "balance", 0.0)
+        if (groups := config.moe_router_groups) > 1:
+            best = values.unflatten(-1, (groups, -1)).topk(2).values.sum(-1)
+            kept = torch.zeros_like(best).scatter(
+                -1, best.topk(config.moe_router_top_groups).indices, 1.0
+            )
+            values = values.masked_fill(kept.repeat_interleave(count // groups, -1) == 0, -math.inf)
+        chosen = values.topk(config.num_experts_per_token).indices
+        self.mask = torch.zeros_like(p).scatter(-1, chosen, 1.0)
+        scores = p * self.mask
+        if config.moe_normalize_top_k:
+            scores = scores / scores.sum(-1, keepdim=True)
+        scores = scores * config.moe_routed_scaling_factor
+        self.shares = p / p.sum(-1, keepdim=True)
+        up, down = self.experts["up"], self.experts["down"]
+        total = torch.zeros_like(x)
+        for expert in range(count):
+            own = [
+                None if each is None else each.unflatten(0, (count, -1))[expert]
+                for each in (up.weight, up.bias, down.weight, down.bias)
+            ]
+            y = functional.linear(
+                activated(functional.linear(x, own[0], own[1]), config), own[2], own[3]
+            )
+            total = total + y * scores[..., expert, None]
+        if self.shared is not None:
+            total = total + self.shared["down"](activated(self.shared["up"](x), config))
+        return total
+
+    def losses(self) -> Tensor:
+        """Balance loss, unless of all blocks together, and z-loss, times their coefficients."""
+        config = self.config
+        z = self.logits.logsumexp(-1).square().mean() * config.expert_z_loss_coefficient
+        if config.moe_balance == "micro_batch":
+            return z
+        loads = self.mask.mean(1) if config.moe_balance == "sequence" else self.loads
+        balance = (loads * self.shares.mean(1)).sum(-1).mean() * config.num_experts
+        return z + balance * config.expert_auxiliary_loss_coefficient
+
+    def after_update(self) -> None:
+        """Move the choice bias, in float64, by the counts of the step."""
+        counts = self.mask.sum((0, 1)).double()
+        self.loads = self.mask.mean((0, 1))
+        signs = (counts.mean() - counts).sign()
+        self.exact_balance += self.config.moe_router_bias_update_rate * (signs - signs.mean())
+        if self.config.moe_router_choice_bias:
+            self.router.balance.copy_(self.exact_balance)
 
 
 class PlainGPT(nn.Module):
@@ -172,6 +253,24 @@ class PlainGPT(nn.Module):
         return functional.cross_entropy(
             self(tokens[:, :-1]).flatten(0, 1).float(), labels.flatten()
         )
+
+    @property
+    def experts(self) -> list[PlainExperts]:
+        return [block.mlp for block in self.blocks if isinstance(block.mlp, PlainExperts)]
+
+    def expert_losses(self) -> Tensor | float:
+        """What the routers add to the loss, after a pass."""
+        if not self.experts:
+            return 0.0
+        total = torch.stack([experts.losses() for experts in self.experts]).sum()
+        if self.config.moe_balance != "micro_batch":
+            return total
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        logits = tuple(experts.logits.flatten(0, 1) for experts in self.experts)
+        numbers = self.config.num_experts, self.config.num_experts_per_token
+        balance = load_balancing_loss_func(logits, *numbers)
+        return total + balance * self.config.expert_auxiliary_loss_coefficient
 
     def load(self, weights: dict[str, np.ndarray]) -> None:
         self.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()})
