@@ -304,7 +304,8 @@ class _MLP(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, u, z = ctx.saved_tensors
-        up, down, options = ctx.up, ctx.down, ctx.options
+        up, down = ctx.up, ctx.down
+        options = ctx.options
         activation, gated, limit, _, triton, exchange, after, of_up, of_down = options
         gathering_dy = after.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None

@@ -21,6 +21,7 @@ from tests.kernels.test_eight_bit import scales as scales_of
 from tests.support.kernel_checks import randn
 
 CPU = torch.device("cpu")
+KEPT = torch.tensor(False)  # not skipped
 Numbers = NDArray[np.float64]
 
 
@@ -96,7 +97,7 @@ def test_fifty_steps_are_those_of_levanter(length: int) -> None:
                 rtol=1e-5,
                 atol=1e-5 * float(np.abs(expected).max() + 1e-30),
             )
-        scales.end_step()
+        scales.end_step(KEPT)
 
 
 def test_an_iteration_counts_the_largest_of_its_micro_batches_and_no_evaluation() -> None:
@@ -106,7 +107,7 @@ def test_an_iteration_counts_the_largest_of_its_micro_batches_and_no_evaluation(
         linear(torch.full((16, 48), factor), weight, products=eight_bit.at(seed))
     assert eight_bit.delayed is not None
     assert float(eight_bit.delayed[1][0]) == 5.0
-    scales.end_step()
+    scales.end_step(KEPT)
     assert float(eight_bit.delayed[0][0]) == float(
         np.float32(1) / (np.float32(448) / np.float32(5))
     )
@@ -124,7 +125,7 @@ def test_magnitudes_that_are_not_finite_do_not_count() -> None:
     assert eight_bit.delayed is not None
     for bad in (torch.nan, torch.inf):
         linear(torch.full((16, 48), bad), weight, products=eight_bit.at(0))
-        scales.end_step()
+        scales.end_step(KEPT)
         assert float(eight_bit.delayed[0][0]) == 1.0
 
 
@@ -140,7 +141,7 @@ def test_restored_scales_continue_as_if_never_stopped() -> None:
         results = []
         for step in steps:
             eight_bit.delayed[1].copy_(seen[step])
-            scales.end_step()
+            scales.end_step(KEPT)
             results.append(eight_bit.delayed[0].tolist())
         return results
 
@@ -169,7 +170,7 @@ def test_a_checkpoint_keeps_only_magnitudes_that_may_become_the_largest() -> Non
     assert eight_bit.delayed is not None
     for step in range(500):
         eight_bit.delayed[1].fill_(float(1 + step % 10))
-        scales.end_step()
+        scales.end_step(KEPT)
     ((name, ((scale, magnitudes), *_)),) = scales.state().items()
     assert name == "layer" and magnitudes == [[0, 10.0]] and np.isclose(scale, 10 / 448)
 
@@ -214,7 +215,7 @@ def test_a_frozen_weight_has_its_own_scale_in_all_iterations(gathered: str) -> N
                 == float(form[1].scale)
                 == scales_of(values.double().numpy(), E4M3, False)
             ), step
-        scales.end_step()
+        scales.end_step(KEPT)
     assert len({id(form) for form in forms}) == (6 if gathered == "in each iteration" else 1)
     expected = float(np.float32(1) / (np.float32(448) / largest))
     state = json.loads(json.dumps(scales.state()))
@@ -231,7 +232,7 @@ def test_a_form_that_is_kept_keeps_its_scale() -> None:
     weight = weight_of(values)
     eight_bit, scales = a_layer(4, weight)
     linear(randn(16, 48), weight, products=eight_bit.at(1))
-    scales.end_step()
+    scales.end_step(KEPT)
     scales.load_state(scales.state())
     kept = weight.casts["layer"][0]
     assert float(kept.scale) == 1.0 != float(eight_bit.delayed[0][WEIGHT])  # type: ignore[index]

@@ -40,8 +40,8 @@ def keep_frozen_weights_with_moving_scales() -> None:
         scale = moving.setdefault(self.name, rows.scale.clone())
         return rows._replace(scale=scale), columns._replace(scale=scale)
 
-    def end_and_move(self: DelayedScales) -> None:
-        end_step(self)
+    def end_and_move(self: DelayedScales, skipped: Any) -> None:
+        end_step(self, skipped)
         for scale in moving.values():
             scale.mul_(0.5)
 

@@ -1,0 +1,100 @@
+"""Runs with experts: a restart, also in another layout, and what counts for the balance."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.distributed.process_group import Distributed
+from tests.support.harness import (
+    full_weights,
+    run_distributed,
+    tiny_config,
+    train_tiny,
+    train_whole,
+)
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 24,
+    "num_shared_experts": 1,
+    "moe_router_bias_update_rate": 0.02,
+    "expert_auxiliary_loss_coefficient": 0.1,
+    "random_bias_init": True,
+    "add_qkv_biases": False,  # the exact gradient of keys' biases is zero
+}
+NUMBERS = ("loss", "grad_norm", "expert_auxiliary_loss", "expert_z_loss", "largest_expert_load")
+
+
+def records(folder: Path) -> list[list[float]]:
+    """Return the numbers of each log line of training."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line[name] for name in NUMBERS] for line in lines if line["phase"] == "training"]
+
+
+def whole(distributed: Distributed, options: dict[str, Any]) -> Any:
+    """Train a start to its end; return the weights."""
+    common = EXPERTS | {"log_interval": 1, "validation_iters": 1, "validation_interval": 2}
+    config = tiny_config(distributed.world_size, **common | options)
+    return full_weights(train_whole(distributed, config).model)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {}),
+    "ZeRO-3 and T=2": (2, {"zero_stage": 3}, {"tensor_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", pytest.param("ZeRO-3 and T=2", marks=pytest.mark.slow)]
+)
+def test_a_restart_changes_nothing(name: str, tmp_path: Path) -> None:
+    """To the bit in the same layout, to rounding in another one: balance and loads are saved, and
+    the log says what it would have said."""
+    ranks, layout, other = LAYOUTS[name]
+    starts = {"all": [layout], "twice": [layout | {"stop_interval": 3}, other or layout]}
+    found = {}
+    for folder, options in starts.items():
+        for each in options:
+            each = {"train_iters": 6, "experiment_dir": str(tmp_path / folder)} | each
+            tensor = each.get("tensor_parallel", 1)
+            found[folder] = run_distributed(ranks, whole, each, tensor_parallel=tensor)[0]
+    logs = [records(tmp_path / folder) for folder in starts]
+    assert len(logs[0]) == 6
+    if other:
+        np.testing.assert_allclose(*logs, rtol=1e-5)
+    else:
+        assert logs[0] == logs[1]
+    for key, weight in found["all"].items():
+        exact = key.endswith(".balance") or not other
+        np.testing.assert_allclose(found["twice"][key], weight, rtol=0, atol=0 if exact else 1e-5)
+    balance = found["all"]["blocks.1.mlp.router.balance"]
+    assert np.abs(balance).max() > 0.01 and abs(balance.sum()) < 1e-6
+
+
+def test_evaluation_recomputation_and_padding_count_nothing(tmp_path: Path) -> None:
+    """Counts of a run that evaluates and recomputes are those of one that does not; a padded batch
+    counts its real tokens."""
+    plain: dict[str, Any] = {"train_iters": 2, "validation_iters": 0}
+    recomputing = plain | {
+        "recompute_layers": 2,
+        "validation_iters": 1,
+        "validation_at_start": True,
+    }
+    for folder, options in {"plain": plain, "recomputing": recomputing}.items():
+        run_distributed(1, whole, options | {"experiment_dir": str(tmp_path / folder)})
+    assert records(tmp_path / "plain") == records(tmp_path / "recomputing")
+    run = {"batch_size": 3, "micro_batch_size": 2, "allow_nondivisible_batch_size": True}
+    options = EXPERTS | run | {"moe_balance": "sequence"}
+    padded, alone = (
+        run_distributed(1, train_tiny, options | {"micro_batch_size": size}, 3)[0]
+        for size in (2, 1)
+    )
+    for name, weight in alone.weights.items():
+        exact = name.endswith(".balance")
+        np.testing.assert_allclose(
+            padded.weights[name], weight, rtol=0, atol=0 if exact else 1e-5, err_msg=name
+        )
