@@ -38,11 +38,14 @@ if TYPE_CHECKING:
 _Epoch = tuple[int, int, int]
 _MOST_LINES = 20  # data changes listed in a message
 ARCHITECTURE, DATA = "architecture", "data"
-# Options that do not change the meaning of weights: noise, initial values, precision, padding.
+# Options that do not change the meaning of weights: noise, initial values, precision, padding, how the
+# loads of experts are balanced.
 FREE = frozenset(
     "attention_dropout hidden_dropout embedding_dropout init_method_std init_method_std_embed init_method_std_qkv "
     "init_method_std_attn_proj init_method_std_mlp_1 init_method_std_mlp_2 layer_norm_init_range random_bias_init "
-    "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by".split()
+    "full_precision_residual attention_softmax_in_fp32 make_vocab_size_divisible_by expert_routing_type "
+    "expert_auxiliary_loss_coefficient expert_z_loss_coefficient moe_balance moe_jitter_eps "
+    "moe_router_bias_update_rate".split()
 )
 # Options that only name a run.
 NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")

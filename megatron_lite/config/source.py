@@ -93,6 +93,21 @@ PRESETS: Mapping[str, str] = MappingProxyType(
         "granite-3.3-2b": f"{_LLAMA} num_layers=40 hidden_size=2048 num_attention_heads=32 head_groups=8 "
         "ffn_hidden_size=8192 vocab_size=49159 max_position_embeddings=131072 rotary_base=10000000 tie_word_embeddings=1 "
         "embedding_scale=12 residual_scale=0.22 attention_scale=0.015625 logit_scale=0.125",
+        "mixtral-8x7b": f"{_MISTRAL} vocab_size=32000 rotary_base=1000000 num_experts=8 num_experts_per_token=2 "
+        "expert_auxiliary_loss_coefficient=0.02",
+        "qwen3-30b-a3b": f"{_LLAMA} num_layers=48 hidden_size=2048 num_attention_heads=32 head_groups=4 kv_channels=128 "
+        "ffn_hidden_size=6144 vocab_size=151936 max_position_embeddings=40960 rotary_base=1000000 "
+        "layer_norm_eps=1e-6 qk_layernorm=1 num_experts=128 num_experts_per_token=8 moe_ffn_hidden_size=768 "
+        "expert_auxiliary_loss_coefficient=0.001",
+        "olmoe-1b-7b": f"{_LLAMA} num_layers=16 hidden_size=2048 num_attention_heads=16 ffn_hidden_size=1024 "
+        "vocab_size=50304 max_position_embeddings=4096 rotary_base=10000 qk_layernorm=1 qk_norm_scope=all "
+        "num_experts=64 num_experts_per_token=8 moe_normalize_top_k=0 expert_auxiliary_loss_coefficient=0.01",
+        "gpt-oss-20b": f"{_LLAMA} num_layers=24 hidden_size=2880 num_attention_heads=64 head_groups=8 kv_channels=64 "
+        "ffn_hidden_size=2880 vocab_size=201088 max_position_embeddings=131072 rotary_base=150000 rope_type=yarn "
+        "rope_factor=32 rope_original_max_position_embeddings=4096 rope_truncate=0 window_size=128 "
+        "attention_pattern=window,full attention_sinks=1 add_linear_biases=1 activation_type=quick_gelu "
+        "activation_limit=7 num_experts=32 num_experts_per_token=4 moe_router_bias=1 "
+        "expert_auxiliary_loss_coefficient=0.9",
     }
 )
 

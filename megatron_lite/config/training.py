@@ -26,7 +26,8 @@ from megatron_lite.config.system import DTYPE_ALIASES, DTYPES
 MODEL_TYPES = tuple(
     """
     llama mistral gpt2 gpt_bigcode starcoder2 qwen2 qwen3
-    nemotron stablelm gpt_neox phi3 glm4 olmo2 olmo3 exaone4 seed_oss smollm3 gemma gemma2 gemma3_text granite cohere2
+    nemotron stablelm gpt_neox phi3 glm4 olmo2 olmo3 exaone4 seed_oss smollm3 gemma gemma2 gemma3_text granite mixtral
+    qwen3_moe olmoe granitemoe gpt_oss glm4_moe cohere2
     """.split()
 )
 

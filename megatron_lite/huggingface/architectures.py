@@ -47,8 +47,14 @@ ACTIVATIONS = MappingProxyType(
 #   biases  keys of config.json, if the family has them, with the options that each states; with
 #           "all": options of biases that every file has, perhaps as zeros
 #   full    "every": how many blocks share one with full attention, the last, if layer_types is missing
-#   rows    rotary=interleaved: files pair channels 0 and 1, 2 and 3 ..., which we pair across halves
+#   rows    rotary=interleaved: files pair channels 0 and 1, 2 and 3 ..., which we pair across halves;
+#           experts=transposed: one tensor for all experts' up and down weights each, columns for rows,
+#           gate and up taking turns
 #   name    our modules, with their names in files that differ from `weight_map`'s
+#   memory  the same for files that have transformers' own names of the parameters, with one tensor
+#           for the experts of a block
+#   fp32    modules that every file has in fp32
+#   option  keys of config.json, with an option that differs from that of other families
 _FAMILIES = """
 shared -
   only    norm_placement=pre input_embedding_norm=false qk_layernorm=false logit_soft_cap=0.0
@@ -226,6 +232,86 @@ granite GraniteForCausalLM llama
   must    rope_interleaved=-
   only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
 
+mixtral MixtralForCausalLM llama
+  key     num_key_value_heads=8 intermediate_size=14336 max_position_embeddings=131072
+  key     rms_norm_eps=1e-5 rope_theta=1000000.0 sliding_window=null attention_bias=- mlp_bias=-
+  key     num_local_experts=8 num_experts_per_tok=2 router_aux_loss_coef=0.001
+  must    rope_interleaved=- output_router_logits=false|true router_jitter_noise=0.0
+  only    num_experts=- moe_router_score=softmax moe_normalize_top_k=true num_shared_experts=0
+  only    moe_routed_scaling_factor=1.0 moe_router_groups=1 moe_router_bias=false
+  only    moe_router_choice_bias=false moe_layer_frequency=1 moe_first_dense_layers=0
+  option  intermediate_size=moe_ffn_hidden_size
+  name    mlp.router=block_sparse_moe.gate mlp.experts.gate=block_sparse_moe.experts.*.w1
+  name    mlp.experts.up=block_sparse_moe.experts.*.w3 mlp.experts.down=block_sparse_moe.experts.*.w2
+  memory  mlp.router=mlp.gate mlp.experts.up.weight=mlp.experts.gate_up_proj
+  memory  mlp.experts.down.weight=mlp.experts.down_proj
+
+qwen3_moe Qwen3MoeForCausalLM mixtral
+  key     vocab_size=151936 hidden_size=2048 intermediate_size=6144 num_hidden_layers=24
+  key     num_key_value_heads=4 max_position_embeddings=32768 rms_norm_eps=1e-6 rope_theta=-
+  key     use_sliding_window=false sliding_window=4096 attention_bias=false
+  key     moe_intermediate_size=768
+  key     num_experts=128 num_local_experts=128 num_experts_per_tok=8 norm_topk_prob=false
+  key     decoder_sparse_step=1 mlp_only_layers=null
+  must    router_jitter_noise=-
+  only    qk_layernorm=true moe_normalize_top_k=- moe_layer_frequency=- moe_first_dense_layers=-
+  option  intermediate_size=-
+  name    mlp.router=- mlp.experts.gate=- mlp.experts.up=- mlp.experts.down=-
+
+olmoe OlmoeForCausalLM qwen3_moe
+  key     vocab_size=50304 intermediate_size=2048 num_hidden_layers=16 num_attention_heads=16
+  key     num_key_value_heads=null head_dim=- max_position_embeddings=4096 rms_norm_eps=1e-5
+  key     use_sliding_window=- sliding_window=- moe_intermediate_size=- num_experts=64
+  key     num_local_experts=- decoder_sparse_step=- mlp_only_layers=- router_aux_loss_coef=0.01
+  must    clip_qkv=null
+  only    qk_norm_scope=all moe_layer_frequency=1 moe_first_dense_layers=0
+  option  intermediate_size=moe_ffn_hidden_size
+
+granitemoe GraniteMoeForCausalLM mixtral
+  key     num_key_value_heads=null head_dim=- intermediate_size=11008 max_position_embeddings=2048
+  key     rms_norm_eps=1e-6 rope_theta=- sliding_window=- attention_bias=false
+  key     embedding_multiplier=1.0 residual_multiplier=1.0 attention_multiplier=1.0
+  key     logits_scaling=1.0
+  must    router_jitter_noise=-
+  only    embedding_scale=- residual_scale=- attention_scale=- logit_scale=-
+  name    mlp.router=block_sparse_moe.router.layer
+  name    mlp.experts.up.weight=block_sparse_moe.input_linear.weight
+  name    mlp.experts.down.weight=block_sparse_moe.output_linear.weight
+  memory  mlp.router=block_sparse_moe.router
+  memory  mlp.experts.up.weight=block_sparse_moe.experts.gate_up_proj
+  memory  mlp.experts.down.weight=block_sparse_moe.experts.down_proj
+
+gpt_oss GptOssForCausalLM mixtral
+  key     vocab_size=201088 hidden_size=2880 intermediate_size=2880 num_hidden_layers=36
+  key     num_attention_heads=64 num_key_value_heads=8 head_dim=64 hidden_act=-
+  key     rope_theta=150000.0 sliding_window=128 layer_types=null attention_bias=true
+  key     num_local_experts=128 num_experts_per_tok=4 swiglu_limit=7.0
+  key     rope_parameters={"rope_type":"yarn","factor":32.0,"truncate":false,"original_max_position_embeddings":4096}
+  must    router_jitter_noise=- hidden_act=silu swiglu_alpha=1.702
+  only    attention_sinks=true activation_limit=- activation_type=quick_gelu moe_router_bias=true
+  biases  all=add_mlp_biases
+  full    every=2
+  rows    experts=transposed
+  name    mlp.router=mlp.router
+  name    mlp.experts.up.weight=mlp.experts.gate_up_proj
+  name    mlp.experts.up.bias=mlp.experts.gate_up_proj_bias
+  name    mlp.experts.down.weight=mlp.experts.down_proj
+  name    mlp.experts.down.bias=mlp.experts.down_proj_bias
+  memory  mlp.router=mlp.router
+
+glm4_moe Glm4MoeForCausalLM qwen3_moe
+  key     vocab_size=151552 hidden_size=4096 intermediate_size=10944 num_hidden_layers=46
+  key     num_attention_heads=96 num_key_value_heads=8 max_position_embeddings=131072
+  key     rms_norm_eps=1e-5 use_sliding_window=- sliding_window=- moe_intermediate_size=1408
+  key     num_experts=- num_local_experts=- n_routed_experts=128 norm_topk_prob=true
+  key     decoder_sparse_step=- mlp_only_layers=- router_aux_loss_coef=- partial_rotary_factor=0.5
+  key     n_shared_experts=1 routed_scaling_factor=1.0 n_group=1 topk_group=1
+  key     first_k_dense_replace=1 use_qk_norm=false num_nextn_predict_layers=1
+  only    qk_layernorm=- rotary_percent=- moe_router_score=sigmoid moe_router_choice_bias=true
+  only    moe_routed_scaling_factor=- moe_router_groups=- moe_layer_frequency=1 num_shared_experts=-
+  biases  attention_bias=add_qkv_biases
+  fp32    mlp.router=1
+
 cohere2 Cohere2ForCausalLM llama
   key     vocab_size=256000 hidden_size=8192 num_hidden_layers=40 num_attention_heads=64
   key     head_dim=- intermediate_size=22528 max_position_embeddings=8192 logit_scale=0.0625
@@ -268,6 +354,19 @@ _OPTIONS = MappingProxyType(
             logit_scale              logits_scaling
             logit_soft_cap           final_logit_softcapping
             attention_soft_cap       attn_logit_softcapping
+            activation_limit         swiglu_limit
+            qk_layernorm             use_qk_norm
+            num_experts              num_local_experts n_routed_experts
+            num_experts_per_token    num_experts_per_tok
+            num_shared_experts       n_shared_experts
+            moe_ffn_hidden_size      moe_intermediate_size
+            moe_layer_frequency      decoder_sparse_step
+            moe_first_dense_layers   first_k_dense_replace
+            moe_normalize_top_k      norm_topk_prob
+            moe_routed_scaling_factor  routed_scaling_factor
+            moe_router_groups        n_group
+            moe_router_top_groups    topk_group
+            expert_auxiliary_loss_coefficient  router_aux_loss_coef
             """.strip().splitlines(),
         )
         for key in keys
@@ -302,7 +401,12 @@ class Architecture:
     always_biased: tuple[str, ...]  # options of biases that every file has, perhaps as zeros
     full_every: int  # see `_FAMILIES`; 0: other keys say which blocks have a window
     names: dict[str, str]  # our modules in a block -> theirs, beside those in `weight_map`
-    interleaved: bool = False  # files pair adjacent channels of a head for rotary positions
+    interleaved: bool  # files pair adjacent channels of a head for rotary positions
+    # See `_FAMILIES`.
+    transposed_experts: bool
+    names_in_memory: Mapping[str, str]
+    fp32: tuple[str, ...]
+    options: Mapping[str, str]
 
     @property
     def fixed(self) -> JsonObject:
@@ -346,7 +450,7 @@ class Architecture:
     @property
     def keys(self) -> dict[str, str]:
         """Map the keys of config.json that are a single option to that option."""
-        options = {key: _OPTIONS.get(key, key) for key in self.defaults}
+        options = {key: self.options.get(key, _OPTIONS.get(key, key)) for key in self.defaults}
         return {key: option for key, option in options.items() if option in FLAGS}
 
     def key_of(self, option: str) -> str:
@@ -386,6 +490,10 @@ def _architecture(name: str, class_name: str, cells: Mapping[tuple[str, str], st
         full_every=int(line("full").get("every", 0)),
         names=line("name"),
         interleaved="rotary" in line("rows"),
+        transposed_experts="experts" in line("rows"),
+        names_in_memory=line("memory"),
+        fp32=tuple(line("fp32")),
+        options=line("option"),
     )
 
 
@@ -493,6 +601,8 @@ def _needs(architecture: str, model: ModelConfig) -> list[str]:
             needs.append(
                 f"1 / the root of a whole number as --attention_scale (not {written(factor)})"
             )
+    if "num_experts" in stated and model.num_experts == 1:
+        needs.append("--num_experts above 1")
     for option, value in table.switches.values():
         if (actual := getattr(model, option)) not in (value, FLAGS[option].default):
             needs.append(f"--{option}={value} (not {actual})")

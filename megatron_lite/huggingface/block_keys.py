@@ -24,7 +24,27 @@ class Keys(Protocol):
 
 
 def read_blocks(keys: Keys) -> Options:
-    """Return what differs between blocks: the window, and which blocks have it and rotate."""
+    """Return what differs between blocks: the window, which blocks have it and rotate, and which have
+    experts."""
+    return _windows_and_rotation(keys) | _dense_layers(keys)
+
+
+def _dense_layers(keys: Keys) -> Options:
+    """Return how many blocks, from the first on, have no experts, if a list says so."""
+    if "mlp_only_layers" not in keys.architecture.defaults:
+        return {}
+    layers = keys.get("mlp_only_layers") or []
+    if not isinstance(layers, list) or sorted(map(str, layers)) != sorted(
+        map(str, range(len(layers)))
+    ):
+        keys.problems.append(
+            f"mlp_only_layers is {shown(layers)}; only the first layers can have no experts"
+        )
+        layers = []
+    return {"moe_first_dense_layers": len(layers)}
+
+
+def _windows_and_rotation(keys: Keys) -> Options:
     defaults = keys.architecture.defaults
     if "sliding_window" not in defaults:
         return {"window_size": None, **_rotary_pattern(keys)}
@@ -121,6 +141,7 @@ def write_blocks(architecture: Architecture, model: ModelConfig) -> JsonObject:
         "sliding_window": window,
         "max_window_layers": windows.index(True) if any(windows) else model.num_layers,
         "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in windows],
+        "mlp_only_layers": [*range(model.moe_first_dense_layers)],
         "no_rope_layers": [int(model.rotates(block)) for block in range(model.num_layers)],
     }
     return {key: value for key, value in found.items() if key in architecture.defaults}

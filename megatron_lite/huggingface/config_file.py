@@ -96,7 +96,9 @@ def read_rope(
             found.append(values)
             problems += wrong
     if not found:
-        found.append(_read_rope_object("rope_scaling", {}, stated, max_position_embeddings)[0])
+        is_stated = not {"rope_scaling", "rope_parameters"}.isdisjoint(content)
+        given = {} if is_stated else architecture.defaults.get("rope_parameters", {})
+        found.append(_read_rope_object("rope_scaling", given, stated, max_position_embeddings)[0])
     for values in found:
         if values["rotary_base"] is None:
             values["rotary_base"] = architecture.defaults.get("rope_theta", 10000.0)
@@ -246,16 +248,20 @@ _MEANINGLESS = frozenset(
     summary_first_dropout attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner
     max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache validate_runner_input
     classifier_dropout head_dim cache_implementation _sliding_window_pattern max_window_layers
-    is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    initial_context_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()
 )
 _CAPS = ("logit_soft_cap", "attention_soft_cap")  # 0 is null in files
-# transformers also reads these keys of GPT-2 and GPTBigCode under a second name.
+# Files may state these keys under a second name, which must agree.
 _SECOND_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
+    "num_experts": "num_local_experts",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_local_experts",
+    "num_experts_per_tok": "experts_per_token",
 }
 
 
@@ -292,6 +298,11 @@ def model_values(content: JsonObject) -> Options:
         express.
     """
     name = content.get("model_type")
+    if name == "deepseek_v3":
+        raise CheckpointError(
+            "config.json: model_type 'deepseek_v3' compresses keys and values (multi-head latent attention, MLA), "
+            "which no option expresses; give another model"
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         why = "of texts and images" if "vision_config" in content else "not known"
         raise CheckpointError(
@@ -303,6 +314,9 @@ def model_values(content: JsonObject) -> Options:
     values = {**ARCHITECTURES[name].fixed, **dropouts, "use_layer_norm_weight": True}
     values |= reading.named() | reading.positions() | reading.biases() | reading.switches()
     values |= read_blocks(reading)
+    key = reading.architecture.key_of("num_experts")
+    if key in reading.architecture.defaults and values.get("num_experts") == 1:
+        reading.problems.append(f"{key} is 1; it must be 2 or more")
     if values["window_size"] is None:
         values |= {"attention_pattern": (), "window_rotary_base": None}
     reading.problems += [
@@ -366,13 +380,15 @@ class _Reading:
         derived = {
             "head_groups": heads,
             "kv_channels": width // heads,
-            "ffn_hidden_size": 4 * width,
+            "ffn_hidden_size": values.get("moe_ffn_hidden_size") or 4 * width,
         }
         values |= {option: value for option, value in derived.items() if values.get(option) is None}
         values |= {option: 0.0 for option in _CAPS if option in values and values[option] is None}
         scale = self.architecture.embedding_scale(min(width, LARGEST_INTEGER))
         if scale is not None:
             values["embedding_scale"] = scale
+        if "activation_type" not in values:
+            return values
         activation = values["activation_type"]
         if self.name == "gemma" and activation == "gelu":  # the first files say so of its tanh form
             activation = "gelu_pytorch_tanh"
@@ -469,7 +485,7 @@ class _Reading:
             **self.architecture.constants,
         }
         for key, value in self.content.items():
-            if key in self.used or key in _MEANINGLESS:
+            if key in self.used or key in _MEANINGLESS or _is_mxfp4(key, value):
                 continue
             if key not in constants:
                 effect = "might change the model; remove it if it does not"
@@ -493,6 +509,12 @@ class _Reading:
         if isinstance(value, list):
             return tuple(map(float, value)) if FLAGS[option].kind == "float" else tuple(value)
         return float(value) if FLAGS[option].kind == "float" else value
+
+
+def _is_mxfp4(key: str, value: Any) -> bool:
+    """Return whether a key states the form that `four_bit_floats` decodes."""
+    stated = key == "quantization_config" and isinstance(value, dict)
+    return stated and value.get("quant_method") == "mxfp4"
 
 
 def _power(value: Any, power: float) -> Any:
@@ -548,9 +570,9 @@ def hugging_face_config(config: Config, special_tokens: JsonObject) -> JsonObjec
     activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation_type]
     # transformers and `_Reading.named` take gelu for its tanh form in Gemma
     usual = {"gpt2": "gelu_new", "gemma": "gelu_python"}.get(name)
-    content[architecture.key_of("activation_type")] = (
-        usual if usual in activations else activations[0]
-    )
+    key = architecture.key_of("activation_type")
+    if key in architecture.defaults:
+        content[key] = usual if usual in activations else activations[0]
     biases = biases_of(name, model)
     content |= {key: biases[options[0]] for key, options in architecture.biases.items()}
     content |= write_blocks(architecture, model)

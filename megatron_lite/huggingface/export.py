@@ -20,6 +20,7 @@ from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.distributed.agreement import write_together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import NumericsError
+from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.export_folder import ExportFolder
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.zero.flat_shard import FlatShard
@@ -38,11 +39,13 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
     iterate to the end.
 
     In the training dtype these are the weights that the model computes with. For another
-    --export_dtype they are fp32 masters (or averages), to be rounded once.
+    --export_dtype, and if some tensors of the architecture are always in fp32, they are fp32 masters
+    (or averages), to be rounded once.
     """
     averaged = config.training.export_weights == "average"
-    training_dtype = config.distributed.training_dtype
-    if training_dtype not in ("fp32", config.training.export_dtype):
+    training_dtype, export_dtype = config.distributed.training_dtype, config.training.export_dtype
+    kept = ARCHITECTURES[check_exportable(config.model, config.training.export_model_type)].fp32
+    if training_dtype != "fp32" and (training_dtype != export_dtype or kept):
         yield from master_weights(model, distributed, averaged)
     else:
         with model.averaged() if averaged else contextlib.nullcontext():

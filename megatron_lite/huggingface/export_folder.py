@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
-from megatron_lite.huggingface.architectures import check_exportable
+from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.config_file import TRAINING_KEY, hugging_face_config
 from megatron_lite.huggingface.model_card import TrainingSummary, model_card
 from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
@@ -75,16 +75,24 @@ class ExportFolder:
             name: pieces(name, shape, architecture, config.model) for name, shape in parameters
         }
         self._missing = set(self._pieces)
+        kept = ARCHITECTURES[architecture].fp32
+        self._dtypes = {
+            piece.name: torch.float32 if name.split(".", 2)[-1].startswith(kept) else self.dtype
+            for name, found in self._pieces.items()
+            for piece in found
+        }
         self.num_bytes = {
-            name: math.prod(shape) * self.dtype.itemsize for name, shape in parameters
+            name: math.prod(shape) * self._dtypes[self._pieces[name][0].name].itemsize
+            for name, shape in parameters
         }  # of ours
+        self._numel = sum(math.prod(shape) for _, shape in parameters)
         self.progress = ByteProgress("writing the export", sum(self.num_bytes.values()))
         self._constants = list(constants(architecture, config.model))
         shapes = {constant.name: constant.shape for constant in self._constants}
         for piece in (piece for every in self._pieces.values() for piece in every):
             assert shapes.setdefault(piece.name, piece.their_shape) == piece.their_shape, piece.name
         sizes = {
-            name: math.prod(shapes[name]) * self.dtype.itemsize
+            name: math.prod(shapes[name]) * self._dtype(name).itemsize
             for name in sorted(shapes, key=_natural)
         }
         self.total_bytes = sum(sizes.values())
@@ -98,12 +106,15 @@ class ExportFolder:
                 else f"model-{number:05d}-of-{len(cut):05d}.safetensors"
             )
             header = files.safetensors_header(
-                {name: (self.dtype, shapes[name]) for name in names}, {"format": "pt"}
+                {name: (self._dtype(name), shapes[name]) for name in names}, {"format": "pt"}
             )
             self.headers[file], offset = header, len(header)
             for name in names:
                 self.places[name] = TensorPlace(file, offset, shapes[name])
                 offset += sizes[name]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._dtypes.get(name, self.dtype)
 
     def create(self, folder: Path) -> None:
         """Create the folder, and the files with their headers and constants."""
@@ -127,7 +138,7 @@ class ExportFolder:
 
     def _write(self, name: str, flat: Tensor) -> None:
         """Write a tensor's values, rounded, in chunks."""
-        place, dtype = self.places[name], self.dtype
+        place, dtype = self.places[name], self._dtype(name)
         assert flat.numel() == math.prod(place.shape), (name, flat.numel(), place.shape)
         descriptor = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -196,9 +207,8 @@ class ExportFolder:
         stated = stated | special_ids(stated, found, is_trained)
         generation = {key: value for key, value in stated.items() if value is not None}
         _write_json(self._folder / GENERATION_NAME, generation)
-        parameters = sum(self.num_bytes.values()) // self.dtype.itemsize
         card = model_card(
-            self.config, content["model_type"], parameters, trained, origin.get("card")
+            self.config, content["model_type"], self._numel, trained, origin.get("card")
         )
         files.write_text(self._folder / CARD_NAME, card)
         sync_files(self._folder)
@@ -242,9 +252,7 @@ def their_tensor(values: Tensor, parts: Sequence[MappedRows]) -> Tensor:
         return ours.float() + first.plus if first.plus else ours
     made = torch.empty(first.their_shape, dtype=values.dtype)
     for piece in parts:
-        target = made.t() if piece.transposed else made
-        rows = target[piece.their_first_row : piece.their_first_row + piece.rows]
-        rows.copy_(values[piece.first_row : piece.first_row + piece.rows])
+        piece.place(made, values).copy_(values[piece.first_row : piece.first_row + piece.rows])
     return made
 
 

@@ -25,12 +25,11 @@ from megatron_lite.config import Config, ModelConfig
 from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
+from megatron_lite.huggingface.folder_source import VOCABULARY, HuggingFaceSource
 from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.huggingface.weight_source import (
     ADVICE,
-    VOCABULARY,
     CheckpointSource,
-    HuggingFaceSource,
     Shapes,
     WeightSource,
     read_whole,

@@ -7,6 +7,8 @@ q, k, v rows    one tensor (GPT-NeoX, and      three tensors (Phi-3: one)
                 as query heads: q, k, v of a
                 head together)
 gate, up rows                                  two tensors (Phi-3, GLM-4: one)
+an expert's rows                               tensors of its own (Granite, gpt-oss, and files with
+                                               the names in memory: one tensor for all experts)
 a tied head     none of its own                none of its own
 
 GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
@@ -15,10 +17,13 @@ GPT-2 stores its linear layers ("Conv1D") transposed: (inputs, outputs).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import NamedTuple
+
+from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.huggingface.architectures import ARCHITECTURES, biases_of
@@ -28,9 +33,9 @@ from megatron_lite.model.gpt import build_gpt, shapes_of
 class MappedRows(NamedTuple):
     """Rows of one of our parameters, and their place in a Hugging Face tensor:
 
-        theirs[their_first_row : their_first_row + rows] = ours[first_row : first_row + rows] + plus
+        theirs[their_first_row :: step][:rows] = ours[first_row : first_row + rows] + plus
 
-    If `transposed`, `theirs` is the transpose of their tensor.
+    If `transposed`, `theirs` is the transpose of their tensor, or of one matrix of a stack.
     """
 
     name: str  # theirs
@@ -40,6 +45,16 @@ class MappedRows(NamedTuple):
     their_shape: tuple[int, ...]  # as stored
     transposed: bool = False
     plus: float = 0.0
+    step: int = 1
+    matrix: int = 0  # of a stack
+
+    def place(self, theirs: Tensor, like: Tensor) -> Tensor:
+        """Return a view of these rows in their tensor. like: rows of ours."""
+        if self.transposed:
+            rows = theirs.view(-1, *theirs.shape[-2:])[self.matrix].t()
+        else:
+            rows = theirs.view(-1, *like.shape[1:])
+        return rows[self.their_first_row :: self.step][: self.rows]
 
 
 class Constant(NamedTuple):
@@ -51,8 +66,8 @@ class Constant(NamedTuple):
 
 
 # Columns: our module, GPT-2's and GPTBigCode's, and the other architectures' ("-": none, or several
-# tensors). The second part of the table is inside a block. The table of architectures has other
-# names.
+# tensors; *: the number of an expert). The name of one of our parameters is that of their tensor. The
+# second part of the table is inside a block. The table of architectures has other names.
 _TABLE = """
     embedding.word             transformer.wte   model.embed_tokens
     embedding.position         transformer.wpe   -
@@ -67,8 +82,18 @@ _TABLE = """
     attention_output_norm      -                 post_attention_layernorm
     mlp_norm                   ln_2              post_attention_layernorm
     mlp_output_norm            -                 post_feedforward_layernorm
+    mlp.gate                   -                 mlp.gate_proj
     mlp.up                     mlp.c_fc          mlp.up_proj
     mlp.down                   mlp.c_proj        mlp.down_proj
+    mlp.shared.gate            -                 mlp.shared_experts.gate_proj
+    mlp.shared.up              -                 mlp.shared_experts.up_proj
+    mlp.shared.down            -                 mlp.shared_experts.down_proj
+    mlp.experts.gate           -                 mlp.experts.*.gate_proj
+    mlp.experts.up             -                 mlp.experts.*.up_proj
+    mlp.experts.down           -                 mlp.experts.*.down_proj
+    mlp.router                 -                 mlp.gate
+    mlp.router.balance         -                 mlp.gate.e_score_correction_bias
+    attention.sinks            -                 self_attn.sinks
 """
 _ROWS = [line.split() for line in _TABLE.splitlines() if line]
 _GPT, _OTHERS = ({row[0]: row[column] for row in _ROWS if row[column] != "-"} for column in (1, 2))
@@ -81,21 +106,34 @@ _BUFFERS = (
 
 
 def pieces(
-    name: str, shape: tuple[int, ...], architecture: str, model: ModelConfig
+    name: str,
+    shape: tuple[int, ...],
+    architecture: str,
+    model: ModelConfig,
+    in_memory: bool = False,
 ) -> list[MappedRows]:
     """Split one of our parameters into pieces, in order, that cover its rows.
+
+    in_memory: for files with transformers' own names of the parameters; see `_FAMILIES`.
 
     Raises:
         KeyError: if the architecture has no such parameter.
     """
     owner, kind = name.rsplit(".", 1)  # kind: weight or bias
     modules = _modules(architecture)
+    if in_memory:
+        modules = {**modules, **ARCHITECTURES[architecture].names_in_memory}
     is_weight_of_norm = owner.endswith("norm") and kind == "weight"
     plus = _ones(architecture) * (is_weight_of_norm and model.zero_centered_normalization)
     if not owner.startswith("blocks."):
         return [MappedRows(f"{modules[owner]}.{kind}", 0, shape[0], 0, shape, plus=plus)]
     _, index, part = owner.split(".", 2)
-    prefix = f"{_prefix(modules)}{'h' if modules is _GPT else 'layers'}.{index}"
+    prefix = f"{_prefix(modules)}{'h' if architecture in _MODULES else 'layers'}.{index}"
+    if part.startswith("mlp.experts.") and (whole := modules.get(f"{part}.{kind}")):
+        transposed = ARCHITECTURES[architecture].transposed_experts
+        return list(_stacked(f"{prefix}.{whole}", part, shape, transposed, model))
+    if whole := modules.get(f"{part}.{kind}"):
+        return [MappedRows(f"{prefix}.{whole}", 0, shape[0], 0, shape)]
     parts = _parts(part, shape[0], modules, architecture, model)
     transposed, found = architecture == "gpt2" and len(shape) == 2, []
     totals: Counter[str] = Counter()  # rows by tensor
@@ -138,9 +176,39 @@ def _parts(
     """Split one part of a block into (their layer, our first row, rows, their first row)."""
     if part == "attention.query_key_value":
         return list(_query_key_value(modules.get(part), architecture, model))
-    if part == "mlp.up" and modules[part] == "mlp.up_proj" and model.gated:
-        return [("mlp.gate_proj", 0, rows // 2, 0), ("mlp.up_proj", rows // 2, rows // 2, 0)]
-    return [(modules[part], 0, rows, 0)]
+    count = model.num_experts if "*" in modules[part] else 1
+    fused = part == "mlp.up" and modules[part] != "mlp.up_proj"
+    names = [modules[part]]
+    if part.endswith(".up") and model.gated and not fused:
+        names.insert(0, modules[part.replace(".up", ".gate")])
+    rows //= count * len(names)
+    each = [name.replace("*", str(expert)) for expert in range(count) for name in names]
+    return [(name, index * rows, rows, 0) for index, name in enumerate(each)]
+
+
+def _stacked(
+    theirs: str, part: str, shape: tuple[int, ...], transposed: bool, model: ModelConfig
+) -> Iterator[MappedRows]:
+    """Map a parameter of all experts to one tensor. transposed: see `_FAMILIES`."""
+    rows = shape[0] // model.num_experts
+    their_shape = (model.num_experts, rows, *shape[1:])
+    if not transposed:
+        yield MappedRows(theirs, 0, shape[0], 0, their_shape)
+        return
+    is_weight, turns = len(shape) == 2, 2 if part == "mlp.experts.up" else 1
+    if is_weight:
+        their_shape = (model.num_experts, shape[1], rows)
+    for first in range(0, shape[0], rows // turns):
+        expert, half = divmod(first, rows)
+        turn = half * turns // rows
+        yield MappedRows(
+            *(theirs, first, rows // turns),
+            turn if is_weight else expert * rows + turn,
+            their_shape,
+            transposed=is_weight,
+            step=turns,
+            matrix=expert,
+        )
 
 
 def _query_key_value(
@@ -203,6 +271,21 @@ def constants(architecture: str, model: ModelConfig) -> Iterator[Constant]:
                 Constant(theirs_name, theirs_shape, value)
                 for theirs_name, theirs_shape in tensors.items()
             )
+
+
+def always_fp32(name: str, architecture: str) -> bool:
+    """Return whether a tensor of theirs is in fp32 in every file."""
+    modules = _modules(architecture)
+    return any(f".{modules[module]}." in name for module in ARCHITECTURES[architecture].fp32)
+
+
+def extra_layer(name: str, architecture: str, model: ModelConfig) -> int | None:
+    """Return the number of a tensor's layer if that follows the model's layers and predicts later
+    tokens, else None."""
+    if "num_nextn_predict_layers" not in ARCHITECTURES[architecture].defaults:
+        return None
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found and int(found[1]) >= model.num_layers else None
 
 
 def known_name(name: str, architecture: str, model: ModelConfig) -> str | None:

@@ -14,6 +14,7 @@ def experts(draft: Draft) -> Problems:
     fill(draft, moe_ffn_hidden_size=draft.ffn_hidden_size, moe_normalize_top_k=chosen > 1)
     balances = count > 1 and draft.expert_routing_type == "topk"
     by_loss = draft.expert_auxiliary_loss_coefficient is not None
+    by_loss = by_loss or draft.moe_router_choice_bias is False
     fill(draft, moe_router_bias_update_rate=UPDATE_RATE if balances and not by_loss else 0.0)
     by_bias = draft.moe_router_bias_update_rate > 0
     fill(draft, moe_router_choice_bias=by_bias)

@@ -33,6 +33,8 @@ def flags_of(architecture: Architecture) -> Iterator[str]:
     scale = architecture.embedding_scale(FLAGS["hidden_size"].default)
     if scale is not None:
         needed["embedding_scale"] = scale
+    if "num_experts" in architecture.keys.values():
+        needed["num_experts"] = 8
     always = architecture.always_biased
     if "add_linear_biases" not in always:
         needed |= {"add_linear_biases": False} | dict.fromkeys(always, True)

@@ -85,12 +85,16 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     config = AutoConfig.for_model(name)
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for key, value in ARCHITECTURES[name].defaults.items():
-        if key in defaults:
+        if key == "rope_parameters":
+            assert value.items() <= config.rope_parameters.items()
+        elif key in defaults:
             assert (defaults[key], type(defaults[key])) == (value, type(value)), key
         else:  # read by the model, if a file has it
             rope = config.rope_parameters or {}
             part = rope.get("partial_rotary_factor")
-            read = {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}
+            second = ("num_nextn_predict_layers", "num_experts", "num_local_experts")
+            read = {name: getattr(config, name, None) for name in second}
+            read |= {"head_dim": None, "partial_rotary_factor": part, "rotary_pct": part}
             read["rotary_emb_base"] = rope.get("rope_theta")
             bases = getattr(config, "default_theta", None)
             bases = bases if isinstance(bases, dict) else {"global": bases}
@@ -139,8 +143,20 @@ def test_a_read_config_describes_the_model(family: str) -> None:
         "tie_word_embeddings": config.tie_word_embeddings,
         "window_size": getattr(config, "sliding_window", None),
         "hidden_dropout": dropouts.get(hidden, 0.0),
-        "qk_layernorm": kind in ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3_text"),
+        "qk_layernorm": kind
+        in ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3_text", "qwen3_moe", "olmoe")
+        or getattr(config, "use_qk_norm", False),
     }
+    if hasattr(config, "num_experts_per_tok"):
+        width = (
+            "moe_intermediate_size" if kind in ("qwen3_moe", "glm4_moe") else "intermediate_size"
+        )
+        expected |= {
+            "num_experts": config.num_local_experts,
+            "num_experts_per_token": config.num_experts_per_tok,
+            "moe_ffn_hidden_size": getattr(config, width),
+            "moe_normalize_top_k": getattr(config, "norm_topk_prob", True),
+        }
     rope = getattr(config, "rope_parameters", None)
     rope = rope and rope.get("full_attention", rope)
     if rope:

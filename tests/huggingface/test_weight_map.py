@@ -36,9 +36,9 @@ def to_theirs(ours: Weights, architecture: str, model: ModelConfig) -> Weights:
     """Return their tensors, including constants; elements missing from the table are NaN."""
     theirs: Weights = {}
     for name, tensor in ours.items():
-        for piece in pieces(name, tuple(tensor.shape), architecture, model):
+        for piece in pieces(name, tuple(tensor.shape), architecture, model, in_memory=True):
             made = theirs.setdefault(piece.name, torch.full(piece.their_shape, torch.nan))
-            rows = (made.t() if piece.transposed else made)[piece.their_first_row :][: piece.rows]
+            rows = piece.place(made, tensor)
             assert bool(rows.isnan().all()), f"{piece} is written twice"
             rows.copy_(tensor[piece.first_row : piece.first_row + piece.rows] + piece.plus)
     for constant in constants(architecture, model):
@@ -90,7 +90,7 @@ def test_a_state_dict_survives_the_way_there_and_back(family: str) -> None:
     assert not list(constants(architecture, model))
     assert_same(to_theirs(ours, architecture, model), theirs)
     owners = [
-        {piece.name for piece in pieces(name, tuple(tensor.shape), architecture, model)}
+        {piece.name for piece in pieces(name, tuple(tensor.shape), architecture, model, True)}
         for name, tensor in ours.items()
     ]
     assert sum(len(names) for names in owners) == len(set().union(*owners))
@@ -120,8 +120,10 @@ def test_every_gradient_is_that_of_transformers(family: str) -> None:
     hidden.backward()
     torch.testing.assert_close(hidden.item() * scale.item(), loss.item(), rtol=1e-6, atol=0)
     gradients = {name: cast(Tensor, value.grad) for name, value in theirs.named_parameters()}
-    expected = to_ours(gradients, shapes, architecture, model)
-    for parameter, (name, gradient) in zip(parameters, expected.items(), strict=True):
+    trained = [parameter for parameter in parameters if parameter.spec.trainable]
+    own_shapes = {parameter.spec.name: parameter.spec.shape for parameter in trained}
+    expected = to_ours(gradients, own_shapes, architecture, model)
+    for parameter, (name, gradient) in zip(trained, expected.items(), strict=True):
         difference = (parameter.main_grad - gradient).abs().max()
         assert difference <= 1e-5 * gradient.abs().max(), name
 

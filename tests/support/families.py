@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 SEQUENCE_LENGTH = 24  # longer than every window and original length below, shorter than every max_position_embeddings
 VOCAB_SIZE = 61
 
@@ -245,6 +246,58 @@ FAMILIES |= {
 }
 
 
+_EXPERTS = dict(num_local_experts=5, num_experts_per_tok=2)
+_GLM4_MOE: dict[str, Any] = (
+    _LLAMA
+    | dict(model_type="glm4_moe", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    | dict(num_hidden_layers=3, moe_intermediate_size=14, num_experts_per_tok=3)
+)
+
+FAMILIES |= {
+    "mixtral": _LLAMA | _EXPERTS | dict(model_type="mixtral", num_key_value_heads=5),
+    "mixtral, window, tied": _LLAMA
+    | dict(model_type="mixtral", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
+    | dict(num_local_experts=12, num_experts_per_tok=3, sliding_window=7, tie_word_embeddings=True),
+    "qwen3_moe": _LLAMA
+    | dict(model_type="qwen3_moe", num_key_value_heads=5, head_dim=8, num_experts=6)
+    | dict(num_experts_per_tok=3, moe_intermediate_size=14, norm_topk_prob=True),
+    "qwen3_moe, dense blocks, biases, window, tied": _LLAMA
+    | dict(model_type="qwen3_moe", num_key_value_heads=1, num_hidden_layers=4, num_experts=5)
+    | dict(num_experts_per_tok=2, moe_intermediate_size=14, decoder_sparse_step=2)
+    | dict(mlp_only_layers=[0, 1], attention_bias=True, tie_word_embeddings=True)
+    | dict(use_sliding_window=True, sliding_window=7),
+    "olmoe": _LLAMA
+    | dict(model_type="olmoe", num_key_value_heads=1, num_experts=7, num_experts_per_tok=3),
+    "olmoe, normalized scores, biases, tied": _LLAMA
+    | dict(model_type="olmoe", num_key_value_heads=5, num_experts=4, num_experts_per_tok=1)
+    | dict(norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True),
+    "granitemoe": _LLAMA
+    | _EXPERTS
+    | dict(model_type="granitemoe", num_key_value_heads=1, embedding_multiplier=3.0)
+    | dict(residual_multiplier=0.7, attention_multiplier=0.3, logits_scaling=1.7),
+    "granitemoe, scores without a factor, biases, tied": _LLAMA
+    | _EXPERTS
+    | dict(model_type="granitemoe", num_key_value_heads=5, tie_word_embeddings=True)
+    | dict(attention_bias=True, rope_parameters=_LLAMA3_ROPE),
+    "gpt_oss": _LLAMA
+    | _EXPERTS
+    | dict(model_type="gpt_oss", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
+    | dict(sliding_window=7, swiglu_limit=0.7, num_hidden_layers=3)
+    | dict(rope_parameters=_YARN | dict(truncate=False)),
+    "gpt_oss, windows at the end, no biases of attention, tied": _LLAMA
+    | _EXPERTS
+    | dict(model_type="gpt_oss", num_key_value_heads=1, head_dim=8, attention_bias=False)
+    | dict(layer_types=["full_attention", "sliding_attention"], sliding_window=5)
+    | dict(tie_word_embeddings=True, rope_parameters=_DEFAULT_ROPE),
+    "glm4_moe": _GLM4_MOE
+    | dict(n_routed_experts=12, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+    | dict(n_shared_experts=2, use_qk_norm=True),
+    "glm4_moe, one group, no dense blocks, biases, tied": _GLM4_MOE
+    | dict(n_routed_experts=5, first_k_dense_replace=0, norm_topk_prob=False)
+    | dict(attention_bias=True, tie_word_embeddings=True, num_hidden_layers=2),
+}
+
+
 def make_config(name: str, **changes: Any) -> Any:
     """Return the transformers config of `FAMILIES[name]`; `changes` override its keys."""
     from transformers import AutoConfig
@@ -260,9 +313,7 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        make_config(name, **changes), attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_config(make_config(name, **changes), **EAGER)
     randomize(model, seed)
     return model.float().eval()
 
@@ -274,7 +325,8 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     middle = 0.0 if str(model.config.model_type).startswith("gemma") else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             value = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 parameter.copy_(value * 0.2)
@@ -299,9 +351,7 @@ def load_model(folder: Path) -> Any:
     """Load a folder with transformers, in fp32 and evaluation mode, with eager attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER)
     return model.eval()
 
 

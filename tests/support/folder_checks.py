@@ -64,13 +64,13 @@ def expected(folder: Path, source: WeightSource, shapes: Shapes) -> Weights:
 def to_ours(
     theirs: Mapping[str, torch.Tensor], shapes: Shapes, architecture: str, model: ModelConfig
 ) -> Weights:
-    """Return our parameters, assembled by the table; rows missing from the table are NaN."""
+    """Return our parameters, assembled by the table from a state dict; rows missing from the table are
+    NaN."""
     ours = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        for piece in weight_map.pieces(name, shape, architecture, model):
+        for piece in weight_map.pieces(name, shape, architecture, model, in_memory=True):
             tensor = theirs[piece.name]
             assert tuple(tensor.shape) == piece.their_shape, piece
-            tensor = tensor.t() if piece.transposed else tensor
-            rows = tensor[piece.their_first_row : piece.their_first_row + piece.rows]
+            rows = piece.place(tensor, ours[name])
             ours[name][piece.first_row : piece.first_row + piece.rows] = rows - piece.plus
     return ours
