@@ -29,7 +29,13 @@ PIPELINED = (
         fix="write --moe_balance=global or sequence",
     ),
 )
-BALANCED = (Rule("expert_routing_type=topk", "Sinkhorn's algorithm balances the load"),)
+
+
+def _balanced_unless(option: str) -> tuple[Rule]:
+    """Return the rule of an option that Sinkhorn's algorithm excludes, once it is set."""
+    return (Rule("expert_routing_type=topk", "Sinkhorn's algorithm balances the load", option),)
+
+
 # Options that have no effect unless another one has this value.
 expert_option = idle_unless("num_experts!=1")
 group_option = idle_unless("moe_router_groups!=1")
@@ -93,7 +99,7 @@ class ModelConfig(DenseConfig):
         "divide the experts into N groups, and choose among those of the groups whose two best scores have the "
         "largest sums",
         aliases="n_group moe_router_num_groups",
-        needs=BALANCED,
+        needs=_balanced_unless("moe_router_groups"),
     )
     moe_router_top_groups: PositiveInt = group_option(
         1, "groups to choose experts from", aliases="topk_group moe_router_group_topk"
@@ -104,14 +110,14 @@ class ModelConfig(DenseConfig):
         "add to a token's scores, for the choice alone, a bias that balances the experts' loads (Wang et al. 2024, "
         "arXiv:2408.15664)",
         unset="moe_router_bias_update_rate",
-        needs=BALANCED,
+        needs=_balanced_unless("moe_router_choice_bias"),
     )
     moe_router_bias_update_rate: NonNegativeFloat = expert_option(
         None,
         "after each update, lower the choice bias of experts with more tokens than the mean by this, raise the others'",
         unset="0.001 with num_experts above 1 and expert_routing_type=topk, unless expert_auxiliary_loss_coefficient "
         "is set",
-        needs=BALANCED,
+        needs=_balanced_unless("moe_router_bias_update_rate"),
     )
     expert_auxiliary_loss_coefficient: NonNegativeFloat = expert_option(
         None,

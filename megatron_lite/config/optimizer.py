@@ -284,6 +284,14 @@ class OptimizerConfig(Area):
         (),
         "scale learning rates by pattern:scale, as in embedding:0.1 *.bias:2; the last match wins, 0 freezes",
     )
+    mlp_lr_scale: NonNegativeFloat | None = optional(
+        "factor on the learning rate of MLPs and experts; lr_scales and freeze count more", "1"
+    )
+    router_lr_scale: NonNegativeFloat | None = optional(
+        "factor on the learning rate of routers of experts; lr_scales and freeze count more",
+        "1",
+        idle_unless="num_experts!=1",
+    )
     freeze: tuple[str, ...] = option(
         (), "freeze weights whose names match these patterns (blocks.0, *.bias)"
     )

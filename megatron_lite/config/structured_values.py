@@ -136,6 +136,15 @@ def _number(text: str, where: str) -> float:
         raise UsageError(f"{where}: {error}") from None
 
 
+def mlp_lr_scales(mlp: float | None, router: float | None) -> list[tuple[str, float]]:
+    """Return the pairs of --mlp_lr_scale and --router_lr_scale; see `lr_scale_patterns`. router:
+    None of a model without routers."""
+    if mlp is None and router in (None, 1.0):
+        return []
+    scales = [("*.mlp.*", 1.0 if mlp is None else mlp)]
+    return scales if router is None else [*scales, ("*.mlp.router.*", router)]
+
+
 def lr_scale_patterns(freeze: Sequence[str], lr_scales: Sequence[str]) -> list[tuple[str, float]]:
     """Return (pattern, learning-rate scale) pairs; the last pair that matches a name counts.
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.config.mup import Factors, factors, with_factors
-from megatron_lite.config.structured_values import lr_scale_patterns
+from megatron_lite.config.structured_values import lr_scale_patterns, mlp_lr_scales
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.eight_bit import RECIPES, EightBit
@@ -68,7 +68,10 @@ def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) 
     parallel = ALONE if tensor is None else tensor_parallel(config, tensor)
     layers = build_gpt(config.model, length, kernels, z_loss, config.performance, parallel)
     optimizer, parameters = config.optimizer, parameters_of(layers)
-    set_lr_scales(parameters, lr_scale_patterns(optimizer.freeze, optimizer.lr_scales))
+    router = 1.0 if optimizer.router_lr_scale is None else optimizer.router_lr_scale
+    scales = mlp_lr_scales(optimizer.mlp_lr_scale, router if config.model.num_experts > 1 else None)
+    scales += lr_scale_patterns(optimizer.freeze, optimizer.lr_scales)
+    set_lr_scales(parameters, scales)
     set_weight_decay(
         parameters, optimizer.weight_decay_default_mask, optimizer.weight_decay_modules
     )

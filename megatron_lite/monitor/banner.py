@@ -50,7 +50,8 @@ def derived_numbers(
     ranks = distributed.samples.world_size
     shape = (batch.micro_batch_size, ranks, batch.breadth_first_micro_batches)
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
-    parameters = sum(parameter.spec.numel for parameter in parameters_of(layers))
+    specs = [parameter.spec for parameter in parameters_of(layers)]
+    parameters = sum(spec.numel for spec in specs if not spec.is_state)
     why_threads = ""
     if distributed.device.type == "cpu":
         threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)
@@ -135,7 +136,7 @@ def stage_lines(model: MultiStage, batch: BatchConfig) -> Iterator[tuple[str, st
     )
     if model.ranks.world_size > 1:
         yield (line := DrawnStep(model.order, batch).describe()), line
-    if frozen := sum(spec.numel for spec in model.specs() if not spec.trainable):
+    if frozen := model.num_frozen:
         line = f"{frozen:,} of {model.num_parameters:,} parameters are frozen"
         yield line, line
     for row in (*rows, total):

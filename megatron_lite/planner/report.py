@@ -144,8 +144,7 @@ def _mib(size: float) -> str:
 def _model(plan: Plan) -> Iterator[str]:
     """Yield parameter counts and one row per series of equal stages."""
     model, options = plan.model, plan.config.multi_stage
-    total = model.num_parameters
-    frozen = sum(spec.numel for spec in model.specs() if not spec.trainable)
+    total, frozen = model.num_parameters, model.num_frozen
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     weights, gradients = model.memory.buffer_counts()
     yield (

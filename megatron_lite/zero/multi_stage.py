@@ -286,4 +286,8 @@ class MultiStage:
 
     @property
     def num_parameters(self) -> int:
-        return sum(spec.numel for spec in self.specs())
+        return sum(spec.numel for spec in self.specs() if not spec.is_state)
+
+    @property
+    def num_frozen(self) -> int:
+        return self.num_parameters - sum(spec.numel for spec in self.specs() if spec.trainable)

@@ -560,7 +560,6 @@ def test_accepted_values_in_other_notations() -> None:
     """1, 1.0 and true are the same, and so are an empty value and none."""
     for text in (
         "sequence_data_parallel=1.0",
-        "router_lr_scale=1.0",
         "imported_model_type=",
         "micro_sequence_length=[]",
         "reproducible_init=true",
