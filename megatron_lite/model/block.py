@@ -58,7 +58,7 @@ class Attention(torch.nn.Module):
             size, heads = config.num_attention_heads, parallel.parts(config.num_attention_heads)
             split, values = parallel.split(0, heads), Initializer("normal", config.init_method_std)
             self.sinks = declare(
-                ParameterSpec(f"{name}.sinks", (size,), values, weight_decay=False, split=split)
+                ParameterSpec(f"{name}.sinks", (size,), values, weight_decay=0.0, split=split)
             )
         channels = config.kv_channels
         query_size = config.num_attention_heads * channels

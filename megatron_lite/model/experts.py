@@ -64,7 +64,7 @@ class Router(torch.nn.Module):
         self.bias: Parameter | None = None
         if config.moe_router_bias:
             self.bias = declare(
-                ParameterSpec(f"{name}.bias", (count,), biases, weight_decay=False, split=split)
+                ParameterSpec(f"{name}.bias", (count,), biases, weight_decay=0.0, split=split)
             )
         self.balance: Parameter | None = None  # the choice bias
         if config.moe_router_choice_bias:
@@ -74,7 +74,7 @@ class Router(torch.nn.Module):
                     f"{name}.balance",
                     (count,),
                     zeros,
-                    weight_decay=False,
+                    weight_decay=0.0,
                     split=split,
                     is_state=True,
                 )

@@ -136,7 +136,7 @@ def test_a_wide_stream_is_rounded_nowhere() -> None:
 
     with torch.no_grad():
         middle = before + block.attention(block.attention_norm(before, torch.bfloat16), micro_batch)
-        expected = middle + block.mlp(block.mlp_norm(middle, torch.bfloat16))
+        expected = middle + block.mlp(block.mlp_norm(middle, torch.bfloat16), micro_batch)
         output = block(before, micro_batch)
     assert output.dtype == torch.float32 and not torch.equal(output, output.bfloat16().float())
     assert torch.equal(output, expected)
