@@ -29,11 +29,11 @@ PIPELINED = (
         fix="write --moe_balance=global or sequence",
     ),
 )
-
-
-def _balanced_unless(option: str) -> tuple[Rule]:
-    """Return the rule of an option that Sinkhorn's algorithm excludes, once it is set."""
-    return (Rule("expert_routing_type=topk", "Sinkhorn's algorithm balances the load", option),)
+BALANCED = (Rule("expert_routing_type=topk", "Sinkhorn's algorithm balances the load"),)
+CHOICE_BIAS, UPDATE_RATE = (
+    tuple(rule._replace(when=name) for rule in BALANCED)
+    for name in ("moe_router_choice_bias", "moe_router_bias_update_rate")
+)
 
 
 # Options that have no effect unless another one has this value.
@@ -99,7 +99,7 @@ class ModelConfig(DenseConfig):
         "divide the experts into N groups, and choose among those of the groups whose two best scores have the "
         "largest sums",
         aliases="n_group moe_router_num_groups",
-        needs=_balanced_unless("moe_router_groups"),
+        needs=BALANCED,
     )
     moe_router_top_groups: PositiveInt = group_option(
         1, "groups to choose experts from", aliases="topk_group moe_router_group_topk"
@@ -110,14 +110,14 @@ class ModelConfig(DenseConfig):
         "add to a token's scores, for the choice alone, a bias that balances the experts' loads (Wang et al. 2024, "
         "arXiv:2408.15664)",
         unset="moe_router_bias_update_rate",
-        needs=_balanced_unless("moe_router_choice_bias"),
+        needs=CHOICE_BIAS,
     )
     moe_router_bias_update_rate: NonNegativeFloat = expert_option(
         None,
         "after each update, lower the choice bias of experts with more tokens than the mean by this, raise the others'",
         unset="0.001 with num_experts above 1 and expert_routing_type=topk, unless expert_auxiliary_loss_coefficient "
         "is set",
-        needs=_balanced_unless("moe_router_bias_update_rate"),
+        needs=UPDATE_RATE,
     )
     expert_auxiliary_loss_coefficient: NonNegativeFloat = expert_option(
         None,

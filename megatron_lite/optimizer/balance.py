@@ -81,8 +81,12 @@ class Balance:
         if self._model.moe_balance == "micro_batch":  # averaged over the blocks first
             balance = count * (loads.mean(0) * shares.mean(0)).sum()
         largest = loads.amax() * count / self._model.num_experts_per_token
-        names = ("expert_auxiliary_loss", "expert_z_loss", "largest_expert_load")
-        return dict(zip(names, torch.stack([balance, z, largest]).tolist(), strict=True))
+        balance, z, largest = torch.stack([balance, z, largest]).tolist()
+        return {
+            "expert_auxiliary_loss": balance,
+            "expert_z_loss": z,
+            "largest_expert_load": largest,
+        }
 
     def state(self) -> JsonObject:
         """Return the newest step's counts by router, with its tokens, for a checkpoint (reads the

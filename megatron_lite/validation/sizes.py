@@ -180,6 +180,7 @@ def sizes(draft: Draft) -> Problems:
         return
     hidden, ffn = draft.hidden_size, draft.ffn_hidden_size
     head_channels = draft.num_attention_heads * draft.kv_channels
+    width = draft.moe_ffn_hidden_size
     weights = {
         "vocab_size hidden_size": draft.vocab_size * hidden,
         "max_position_embeddings hidden_size": draft.max_position_embeddings
@@ -193,7 +194,7 @@ def sizes(draft: Draft) -> Problems:
         "num_layers hidden_size moe_ffn_hidden_size num_experts": 3
         * draft.num_layers
         * hidden
-        * draft.moe_ffn_hidden_size
+        * width
         * draft.num_experts,
     }
     names, number = max(weights.items(), key=lambda pair: pair[1])
@@ -203,7 +204,7 @@ def sizes(draft: Draft) -> Problems:
     if draft.sequential_micro_batches is None:  # the batch is wrong
         return
     micro = max(draft.micro_batch_size or 1, draft.eval_micro_batch_size or 1)
-    experts = 2 * draft.moe_ffn_hidden_size * draft.num_experts_per_token
+    experts = 2 * width * draft.num_experts_per_token
     channels = max(3 * head_channels, 2 * ffn, experts, hidden, draft.vocab_size)
     elements = micro * draft.sequence_length * channels
     if elements > MOST_ELEMENTS:

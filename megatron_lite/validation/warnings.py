@@ -144,6 +144,11 @@ def _without_effect(options: Draft) -> Iterator[tuple[str, str]]:
         "wandb_post_alerts": False,
         "num_workers": 0,
         "prefetch_factor": PREFETCH_FACTOR if options.num_workers else None,
+        "moe_ffn_hidden_size": options.ffn_hidden_size,
+        "moe_normalize_top_k": options.num_experts_per_token > 1,
+        "moe_router_choice_bias": False,
+        "moe_router_bias_update_rate": 0.0,
+        "expert_auxiliary_loss_coefficient": 0.0,
         "experiment_name": options.experiment_dir and folder_name(options.experiment_dir),
     }
     for name in options.changed(*FLAGS):

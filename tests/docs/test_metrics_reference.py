@@ -15,12 +15,13 @@ import pytest
 
 from megatron_lite.monitor.metrics import LogWindow, StepTimer
 from megatron_lite.monitor.trackers.opening import Trackers
+from megatron_lite.optimizer.balance import Balance
 from megatron_lite.optimizer.rules.update_clipping import UpdateClipping
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.outputs.training_log import log_training
 from tests.support import documents
 from tests.support.documents import ROOT
-from tests.support.harness import run_distributed, tiny_config, train_whole
+from tests.support.harness import LLAMA, run_distributed, tiny_config, train_whole
 
 pytestmark = pytest.mark.guides
 GUIDE = documents.read("metrics")
@@ -70,7 +71,8 @@ def test_names_in_the_code() -> None:
         for kind in re.findall(r'timer\.pause\("(\w+)"\)', text)
     }
     rates = StepTimer._rates, StepTimer._rates_between
-    functions = (log_training, LogWindow.close, *rates, UpdateClipping.record, Trackers.log)
+    of_optimizer = UpdateClipping.record, Balance.record
+    functions = (log_training, LogWindow.close, *rates, *of_optimizer, Trackers.log)
     written = pauses.union(*map(keys_in, functions))
     assert names_of("training") == written
     assert keys_in(evaluate) <= names_of("validation")
@@ -96,6 +98,8 @@ def records_of(distributed: Any, folder: str) -> None:
         "export_interval": 2,
     }
     options |= {"clip_update_norm_sigma": 2.0, "checkpoint_interval": 2}
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "moe_router_choice_bias": False}
+    options |= LLAMA | experts | {"moe_router_bias_update_rate": 0.0}
     train_whole(distributed, tiny_config(train_iters=4, experiment_dir=folder, **options))
 
 
