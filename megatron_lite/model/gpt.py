@@ -133,6 +133,14 @@ def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:
     return [cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()]
 
 
+def active_numel(specs: Iterable[ParameterSpec], config: ModelConfig) -> int:
+    """Return the elements of the parameters that compute a token: of experts, those of the chosen."""
+    numels = {True: 0, False: 0}  # by whether they are experts'
+    for spec in specs:
+        numels[".mlp.experts." in spec.name] += 0 if spec.is_state else spec.numel
+    return numels[False] + numels[True] * config.num_experts_per_token // config.num_experts
+
+
 def shapes_of(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by name, in model order."""
     return {parameter.spec.name: parameter.spec.shape for parameter in parameters_of(layers)}

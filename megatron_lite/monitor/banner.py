@@ -26,7 +26,7 @@ from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.kernels.products import describe_products
 from megatron_lite.model import parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
-from megatron_lite.model.gpt import kind_of, parameters_of
+from megatron_lite.model.gpt import active_numel, kind_of, parameters_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.schedule_picture import DrawnStep
@@ -52,12 +52,14 @@ def derived_numbers(
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     specs = [parameter.spec for parameter in parameters_of(layers)]
     parameters = sum(spec.numel for spec in specs if not spec.is_state)
+    active = active_numel(specs, config.model)
     why_threads = ""
     if distributed.device.type == "cpu":
         threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)
         why_threads = f" ({threads.reason})" if threads.number == torch.get_num_threads() else ""
     return {
-        "parameters": f"{parameters:,}",
+        "parameters": f"{parameters:,}"
+        + (f", {active:,} of them for each token" if active < parameters else ""),
         "tokens per iteration": _smallest_to_largest(
             [size * batch.sequence_length for size in sizes]
         ),

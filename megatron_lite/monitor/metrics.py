@@ -43,11 +43,22 @@ def known_peak_tflops(device_name: str) -> float | None:
     return None
 
 
-def _block_flops(model: ModelConfig, tokens: int) -> float:
-    """Return the FLOPs of one pass through the blocks' matrix products: 2 per weight and token."""
+def _mlp_width(model: ModelConfig, block: int) -> int:
+    """Return the channels that a token passes in a block's MLP, or in all its experts."""
+    if not model.has_experts(block):
+        return model.ffn_hidden_size
+    return model.moe_ffn_hidden_size * (model.num_experts_per_token + model.num_shared_experts)
+
+
+def _block_flops(model: ModelConfig, tokens: int, blocks: int | None = None) -> float:
+    """Return the FLOPs of one pass through the blocks' matrix products: 2 per weight and token.
+    blocks: of the first ones; None: of all."""
     attention = 2 * (model.num_attention_heads + model.head_groups) * model.kv_channels
-    mlp = (3 if model.gated else 2) * model.ffn_hidden_size
-    return 2.0 * tokens * model.num_layers * model.hidden_size * (attention + mlp)
+    rows = 0
+    for block in range(model.num_layers)[:blocks]:
+        router = model.num_experts if model.has_experts(block) else 0
+        rows += attention + (2 + model.gated) * _mlp_width(model, block) + router
+    return 2.0 * tokens * model.hidden_size * rows
 
 
 def _head_flops(model: ModelConfig, tokens: int) -> float:
@@ -82,8 +93,9 @@ def model_flops(
       + 6 * T * h * v                                                         output head
       + 6 * T * L * heads * d * s                                             attention, causal: half the square
 
-    with 2 * w * (1 - w / 2s) instead of s in a block with a window of w tokens. Embedding look-ups, norms,
-    activations, the optimizer and vocabulary padding are not counted; document borders and frozen
+    with 2 * w * (1 - w / 2s) instead of s in a block with a window of w tokens. In a block with experts f is the
+    width of those that a token passes, shared ones included, and the router adds 6 * T * h * experts.
+    Embedding look-ups, norms, activations, the optimizer and vocabulary padding are not counted; document borders and frozen
     parameters are not subtracted. `model` must be resolved. Equal to Fast-LLM's "tflop/s (model)".
 
     `full_attention` counts the full square of scores, 12 * T * L * heads * d * s for any mask, as
@@ -105,10 +117,11 @@ def hardware_flops(
     """
     attention = _attention_flops(model, sequence_length, tokens)
     flops = model_flops(model, sequence_length, tokens)
-    repeated = performance.mlp_levels(model.num_layers).count("full")
-    flops += 2.0 * tokens * repeated * model.hidden_size * (1 + model.gated) * model.ffn_hidden_size
+    levels = enumerate(performance.mlp_levels(model.num_layers))
+    repeated = sum(_mlp_width(model, block) for block, level in levels if level == "full")
+    flops += 2.0 * tokens * repeated * model.hidden_size * (1 + model.gated)
     recomputed = performance.recompute_layers
-    flops += _block_flops(model, tokens) * recomputed / model.num_layers
+    flops += _block_flops(model, tokens, recomputed)
     flops += _attention_flops(model, sequence_length, tokens, blocks=recomputed)
     if (performance.cross_entropy_block_size or model.vocab_size) < model.vocab_size:
         flops += _head_flops(model, tokens)

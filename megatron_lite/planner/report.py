@@ -15,6 +15,7 @@ from megatron_lite.config import Config, DistributedConfig, changed
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.traffic import KINDS
 from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.model.gpt import active_numel
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
 from megatron_lite.planner.auto import device_memory_bytes, resolve_auto
@@ -146,6 +147,9 @@ def _model(plan: Plan) -> Iterator[str]:
     model, options = plan.model, plan.config.multi_stage
     total, frozen = model.num_parameters, model.num_frozen
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
+    if plan.config.model.num_experts > 1:
+        active = active_numel(model.specs(), plan.config.model)
+        yield f"active parameters: {active:,} for each token"
     weights, gradients = model.memory.buffer_counts()
     yield (
         f"{counted(len(model.stages), 'stage')}, {counted(weights, 'weight buffer')}, "

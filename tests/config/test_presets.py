@@ -1,6 +1,7 @@
 """`--model`: each preset equals the import of its publisher's config.json, to the last
 parameter."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from megatron_lite.config.source import PRESETS
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.huggingface.config_file import model_values
 from megatron_lite.huggingface.model_folder import resolved_model
-from megatron_lite.model.gpt import build_gpt, shapes_of
+from megatron_lite.model.gpt import active_numel, build_gpt, parameters_of, shapes_of
+from megatron_lite.monitor.metrics import model_flops
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
 from tests.support.public_configs import PUBLIC, SIZES, public_config
@@ -29,6 +31,28 @@ def test_a_preset_is_its_public_config() -> None:
         assert {option: getattr(model, option) for option in values} == values, preset
         shapes = shapes_of(build_gpt(model, 256))
         assert sum(math.prod(shape) for shape in shapes.values()) == PUBLIC[preset][1], preset
+
+
+ACTIVE = {
+    "mixtral-8x7b": 12_879_925_248,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "olmoe-1b-7b": 1_282_017_280,
+    "gpt-oss-20b": 4_187_440_704,
+}
+
+
+@pytest.mark.parametrize("preset", ACTIVE)
+def test_active_parameters(preset: str) -> None:
+    """Of the experts those that a token chooses, and all others."""
+    model = resolve(parse([*COMMAND, f"--model={preset}"]).config, world_size=1).model
+    specs = [parameter.spec for parameter in parameters_of(build_gpt(model, 256))]
+    assert active_numel(specs, model) == ACTIVE[preset]
+    # two operations for each weight of an active matrix, in three passes; sinks are no matrix
+    matrices = [spec for spec in specs if len(spec.shape) == 2 and not spec.embedding]
+    no_attention = dataclasses.replace(model, window_size=1, attention_pattern=())
+    flops = model_flops(no_attention, 10**9, 1)
+    scores = 6 * model.num_layers * model.num_attention_heads * model.kv_channels * 2
+    assert flops == pytest.approx(6 * active_numel(matrices, model) + scores, rel=1e-8)
 
 
 def test_the_dry_run_prints_the_published_number(
