@@ -73,7 +73,7 @@ def test_four_bit_floats_equal_the_formula(tmp_path: Path) -> None:
     weights = write_four_bits(tmp_path)
     source, shapes = checked(tmp_path)
     ours = read_whole(source, shapes)
-    for block in range(3):
+    for block in range(2):
         theirs = weights[f"model.layers.{block}.mlp.experts.gate_up_proj"]
         up = np.concatenate((theirs[..., 0::2], theirs[..., 1::2]), -1).transpose(0, 2, 1)
         down = weights[f"model.layers.{block}.mlp.experts.down_proj"].transpose(0, 2, 1)

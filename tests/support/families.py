@@ -268,7 +268,7 @@ FAMILIES |= {
     | dict(use_sliding_window=True, sliding_window=7),
     "olmoe": _LLAMA
     | dict(model_type="olmoe", num_key_value_heads=1, num_experts=7, num_experts_per_tok=3),
-    "olmoe, normalized scores, biases, tied": _LLAMA
+    "olmoe, one choice, biases, tied": _LLAMA
     | dict(model_type="olmoe", num_key_value_heads=5, num_experts=4, num_experts_per_tok=1)
     | dict(norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True),
     "granitemoe": _LLAMA
@@ -282,7 +282,7 @@ FAMILIES |= {
     "gpt_oss": _LLAMA
     | _EXPERTS
     | dict(model_type="gpt_oss", num_attention_heads=6, num_key_value_heads=3, head_dim=10)
-    | dict(sliding_window=7, swiglu_limit=0.7, num_hidden_layers=3)
+    | dict(sliding_window=7, swiglu_limit=0.7)
     | dict(rope_parameters=_YARN | dict(truncate=False)),
     "gpt_oss, windows at the end, no biases of attention, tied": _LLAMA
     | _EXPERTS
