@@ -30,10 +30,13 @@ def followed(distributed: Distributed, options: dict[str, Any]) -> list[Any]:
     return steps
 
 
-def test_the_bias_is_a_replay_of_global_counts() -> None:
-    """On two ranks with accumulation: equal on both, and what float64 makes of the counts."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_bias_is_a_replay_of_global_counts(dtype: str) -> None:
+    """On two ranks with accumulation, in fp32 at any training dtype: equal on both, and what float64
+    makes of the counts."""
     options = EXPERTS | {"moe_router_bias_update_rate": 0.03, "batch_size": 8, "zero_stage": 3}
-    first, second = run_distributed(2, followed, options | {"micro_batch_size": 2})
+    options |= {"training_dtype": dtype, "micro_batch_size": 2}
+    first, second = run_distributed(2, followed, options)
     bias = np.zeros((2, 4))
     for (totals, found), (other_totals, other) in zip(first, second, strict=True):
         counts, tokens = totals[:, :4], totals[:, -1]
