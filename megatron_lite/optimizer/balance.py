@@ -69,15 +69,14 @@ class Balance:
             part.is_whole = True
 
     def record(self) -> JsonObject:
-        """Return the newest step's losses, averaged over the blocks, and the largest load over the
-        mean, for a log line (reads the device)."""
-        count = self._model.num_experts
-        tokens = self._totals[:, -1:].clamp(min=1.0)
-        loads, shares = (self._totals[:, : 2 * count] / tokens).view(-1, 2, count).unbind(1)
-        balance, z = (
-            count * (loads * shares).sum(1).mean(),
-            (self._totals[:, -2:-1] / tokens).mean(),
-        )
+        """Return the newest step's losses, averaged over the blocks that counted, and the largest
+        load over the mean, for a log line (reads the device)."""
+        count, totals = self._model.num_experts, self._totals[self._totals[:, -1] > 0]
+        if not len(totals):
+            return {}
+        tokens = totals[:, -1:]
+        loads, shares = (totals[:, : 2 * count] / tokens).view(-1, 2, count).unbind(1)
+        balance, z = count * (loads * shares).sum(1).mean(), (totals[:, -2:-1] / tokens).mean()
         if self._model.moe_balance == "micro_batch":  # averaged over the blocks first
             balance = count * (loads.mean(0) * shares.mean(0)).sum()
         largest = loads.amax() * count / self._model.num_experts_per_token

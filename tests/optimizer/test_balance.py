@@ -48,6 +48,27 @@ def test_the_bias_is_a_replay_of_global_counts(dtype: str) -> None:
         np.testing.assert_array_equal(totals, other_totals)
 
 
+def logged(distributed: Distributed, options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
+    """Return the record and totals of a step, and what each router counted."""
+    run = start_run(distributed, tiny_config(1, **EXPERTS | options, train_iters=1))
+    (batches,) = run.data.batches("training", 0, 1)
+    train_step(run, batches, 1)
+    balance: Any = run.optimizer._followers["balance"]
+    return balance.record(), balance._totals.numpy(), balance._totals[:, -1].tolist()
+
+
+def test_the_log_says_what_the_counts_say() -> None:
+    """Of the blocks that count: without what comes before the first trained one."""
+    record, totals, tokens = run_distributed(1, logged, {"freeze": ("embedding", "blocks.0")})[0]
+    assert tokens == [0, 64]
+    loads, shares = totals[1, :4] / 64, totals[1, 4:8] / 64
+    assert record["expert_auxiliary_loss"] == pytest.approx(4 * (loads * shares).sum())
+    assert record["expert_z_loss"] == pytest.approx(totals[1, -2] / 64)
+    assert record["largest_expert_load"] == pytest.approx(loads.max() / loads.mean())
+    frozen = {"freeze": ("embedding", "blocks")}
+    assert run_distributed(1, logged, frozen)[0][0] == {}
+
+
 def dropped(distributed: Distributed) -> tuple[float, float]:
     """Return the largest bias after a dropped update, and after one more that is not."""
     options = EXPERTS | {"moe_router_bias_update_rate": 0.03, "train_iters": 2}
