@@ -6,7 +6,8 @@ depend neither on the number of ranks nor on the ZeRO stage.
 
 Tensors are split into files as by `save_pretrained` in transformers: in name order, with a new file
 when the next tensor would exceed the limit, a separate file for a tensor above the limit, and a
-single file without an index if everything fits. Files have mode 0666 and folders 0777, minus the
+single file without an index if everything fits. Only experts differ: transformers 5.24 puts those of
+a block into one file, beyond the limit. Files have mode 0666 and folders 0777, minus the
 user's umask.
 """
 

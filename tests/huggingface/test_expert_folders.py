@@ -17,7 +17,7 @@ from megatron_lite.huggingface.config_file import hugging_face_config, model_val
 from megatron_lite.tiles import Tile
 from megatron_lite.validation import resolve
 from tests.huggingface.test_families import flags, train
-from tests.support.families import FAMILIES, make_config, make_model, write_folder
+from tests.support.families import FAMILIES, load_model, make_config, make_model, write_folder
 from tests.support.folder_checks import checked, our_config, read_whole
 from tests.support.harness import run_distributed
 
@@ -214,6 +214,26 @@ def test_the_router_of_glm_stays_in_fp32(tmp_path: Path) -> None:
         for name, value in expected.items():
             assert exported[name].dtype == value.dtype, name
             assert torch.equal(exported[name], value), name
+
+
+def test_experts_are_divided_among_files_in_order(tmp_path: Path) -> None:
+    """Expert 10 follows expert 9, no file exceeds the limit, and transformers loads the files, whose
+    own ones hold all experts of a block together, whatever their size."""
+    folder = write_folder("mixtral, window, tied", tmp_path / "model")
+    argv = flags(folder, tmp_path / "run", "--export_shard_size=20KB")
+    run_distributed(1, train, [flag for flag in argv if not flag.startswith("--train_iters")])
+    export = tmp_path / "run" / "export" / "0"
+    places = json.loads((export / "model.safetensors.index.json").read_text())["weight_map"]
+    found = [
+        places[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
+        for expert in range(12)
+    ]
+    assert found == sorted(found) and len({*found}) > 5
+    for file in {*places.values()}:
+        assert sum(value.nbytes for value in load_file(export / file).values()) <= 20_000
+    exported = load_model(export).state_dict()
+    for name, value in load_model(folder).state_dict().items():
+        assert torch.equal(exported[name], value), name
 
 
 def test_every_family_is_tried() -> None:

@@ -191,11 +191,19 @@ def test_the_text_part_of_a_model_of_texts_and_images(is_nested: bool, tmp_path:
         assert torch.equal(value, original.model.language_model.state_dict()[key]), key
 
 
-LAYOUTS = {"llama, llama3 rope, tied, attention biases": "fp32", "gpt2": "bf16", "qwen3": "bf16"}
+LAYOUTS = {
+    "llama, llama3 rope, tied, attention biases": "fp32",
+    "gpt2": "bf16",
+    "qwen3": "bf16",
+    "gpt_oss": "fp32",
+    "glm4_moe": "fp32",
+}
+SLOW_LAYOUTS = ("qwen3", "glm4_moe")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3")) for name in LAYOUTS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_LAYOUTS)) for name in LAYOUTS],
 )
 def test_ranks_and_zero_stages_export_the_same(name: str, tmp_path: Path) -> None:
     """Import, train, export on two ranks: the same files at ZeRO 1 and 3, and one rank's to
