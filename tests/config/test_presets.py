@@ -3,6 +3,7 @@ parameter."""
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -70,11 +71,11 @@ def test_the_dry_run_prints_the_published_number(
 
 
 def test_models_without_a_preset_have_the_published_number() -> None:
-    """One of each family that has no preset."""
+    """One of each family that has no preset. The bias that balances loads is no parameter, but state."""
     for name, (_, parameters) in SIZES.items():
         model = resolved_model(model_values(public_config(name)), name)
-        shapes = shapes_of(build_gpt(model, 256))
-        assert sum(math.prod(shape) for shape in shapes.values()) == parameters, name
+        specs = [parameter.spec for parameter in parameters_of(build_gpt(model, 256))]
+        assert sum(spec.numel for spec in specs if not spec.is_state) == parameters, name
     kinds = {public_config(name)["model_type"] for name in (*PUBLIC, *SIZES)}
     assert kinds == {*MODEL_TYPES} - {"gpt_bigcode"}
 
@@ -88,6 +89,22 @@ def test_the_dry_run_of_each_family(
     source = [f"--pretrained_checkpoint_path={tmp_path}", "--load_parts=architecture"]
     assert main(["--dry_run=1", "--device=cpu", "--training_dtype=bf16", *COMMAND, *source]) == 0
     assert f"parameters: {SIZES[name][1]:,} (" in capsys.readouterr().out
+
+
+def test_a_dry_run_and_a_run_print_active_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of four experts: their 2 x 2 x 32 x 128 weights in each of two blocks do not compute a
+    token."""
+    sizes = ["--num_layers=2", "--hidden_size=32", "--num_attention_heads=2", "--vocab_size=64"]
+    flags = [*COMMAND, *sizes, "--num_experts=4", "--num_experts_per_token=2", "--device=cpu"]
+    flags += ["--add_linear_biases=0"]
+    assert main([*flags, "--dry_run=1"]) == 0
+    planned = capsys.readouterr().out
+    (total,) = re.findall(r"parameters: ([\d,]+) \(", planned)
+    (active,) = re.findall(r"active parameters: ([\d,]+) for each token", planned)
+    idle = 2 * 2 * 2 * 32 * 128
+    assert int(total.replace(",", "")) - int(active.replace(",", "")) == idle
+    assert main(flags) == 0
+    assert f"{total}, {active} of them for each token" in capsys.readouterr().out
 
 
 def test_typed_flags_win_over_a_preset() -> None:
