@@ -206,7 +206,7 @@ class DenseConfig(Area):
     add_mlp_biases: bool = optional("add biases to the MLP", "add_linear_biases")
     gated: bool = option(False, "use a gated MLP: activation(gate) * up", basic=True)
     activation_type: str = optional(
-        "activation of the MLP (gelu is the tanh form)",
+        "MLP activation (gelu: tanh form)",
         "silu if gated, else gelu",
         choices=ACTIVATIONS,
         value_aliases=ACTIVATION_ALIASES,

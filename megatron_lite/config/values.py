@@ -232,6 +232,9 @@ def parse_text(text: str, name: str = "") -> str:
     return os.path.expanduser(text) if name in PATHS else text
 
 
+LONGEST_LIST = 250  # characters of a message
+
+
 def parse_choice(text: str, flag: Flag) -> str:
     """Parse one of the choices of `flag`, or an alias of one.
 
@@ -246,7 +249,9 @@ def parse_choice(text: str, flag: Flag) -> str:
     }
     same = [value for word, value in known.items() if _letters(word) == _letters(text)]
     near = same[:1] or list(dict.fromkeys(known[word] for word in _meant_words(text, [*known])))
-    raise BadValueError(f"takes {', '.join(flag.choices)}", *near[:3], guessed=not same)
+    choices = ", ".join(flag.choices)
+    choices = choices if len(choices) <= LONGEST_LIST else "one of the names that --help_all lists"
+    raise BadValueError(f"takes {choices}", *near[:3], guessed=not same)
 
 
 def parse_by_block(text: str, flag: Flag) -> str:

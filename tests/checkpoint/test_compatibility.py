@@ -57,6 +57,10 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
         "init_",
         "layer_norm_init",
         "random_bias",
+        "expert_",
+        "moe_balance",
+        "moe_jitter_eps",
+        "moe_router_bias_update_rate",
     )
     others += (
         "cross_entropy",
