@@ -232,7 +232,7 @@ def parse_text(text: str, name: str = "") -> str:
     return os.path.expanduser(text) if name in PATHS else text
 
 
-LONGEST_LIST = 250  # characters of a message
+LONGEST_LIST = 240  # characters of a message
 
 
 def parse_choice(text: str, flag: Flag) -> str:
