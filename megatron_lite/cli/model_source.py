@@ -35,7 +35,7 @@ from megatron_lite.config.values import FLAGS, parse_list, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface import model_folder
 from megatron_lite.huggingface.architectures import check_exportable
-from megatron_lite.huggingface.config_file import ROPE_OPTIONS
+from megatron_lite.huggingface.rope_keys import ROPE_OPTIONS
 from megatron_lite.validation import examine
 from megatron_lite.validation.rules import Note
 

@@ -14,12 +14,12 @@ from megatron_lite.config import Config, ModelConfig
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.config_file import (
-    ROPE_OPTIONS,
     hugging_face_config,
     model_values,
     text_part,
 )
 from megatron_lite.huggingface.model_folder import resolved_model
+from megatron_lite.huggingface.rope_keys import ROPE_OPTIONS
 from megatron_lite.model.rotary import attention_factor, rotary_frequencies
 from tests.support.families import FAMILIES, make_config
 from tests.support.folder_checks import our_config, resolved_config
