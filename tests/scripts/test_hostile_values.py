@@ -161,7 +161,11 @@ USAGE = [
     ),
     ("benchmarks.programs.__main__", "--only=nanogpt", "--only: no program is called 'nanogpt'"),
     ("benchmarks.programs.__main__", "--nanogpt=.", "--nanogpt: . holds no train.py"),
-    ("benchmarks.programs.__main__", "--turns=0", "argument --turns: must be at least 1"),
+    (
+        "benchmarks.programs.__main__",
+        "--turns=0",
+        "argument --turns: 0 is not a whole number of at least 1",
+    ),
     ("benchmarks.gpu.report", "--only=opps", "no step is called 'opps'"),
     (
         "benchmarks.gpu.report",

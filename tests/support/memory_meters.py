@@ -77,19 +77,20 @@ def micro_batches(config: Config) -> list[MicroBatch]:
 def measured_peak(model: MultiStage, batches: list[MicroBatch]) -> int:
     """Return the peak of the second of two steps: the first one also makes rotary tables."""
 
-    def step() -> None:
+    def clear() -> None:
         for batch in batches:
             batch.shared.clear()  # a real step has batches of its own
         for buffer in model.memory.weights:
             buffer.casts.clear()  # as the gathers after an update do
-        model.forward_backward(batches)
 
-    return second_peak(step)
+    return second_peak(lambda: model.forward_backward(batches), clear)
 
 
-def second_peak(step: Callable[[], object]) -> int:
-    """Return the most bytes that the second call takes."""
+def second_peak(step: Callable[[], object], clear: Callable[[], object] = lambda: None) -> int:
+    """Return the most bytes that the second call takes. clear: called before it; what that frees does
+    not count."""
     step()
+    clear()
     with AllocatorMeter() as meter:
         step()
     return meter.peak

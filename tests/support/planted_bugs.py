@@ -331,8 +331,8 @@ BUGS = (
         "weight decay shrinks the weights of norms",
         "Fast-LLM#545",
         "model.layer:Norm.__init__",
-        "weights, weight_decay=False",
-        "weights, weight_decay=True",
+        "weights, weight_decay=0.0",
+        "weights, weight_decay=1.0",
         test="tests/model/test_norm_layers.py::test_norms_are_vectors_that_do_not_decay",
     ),
     # -- recomputation and evaluation --
