@@ -46,7 +46,7 @@ from scripts.benchmarks.training.engine import Engine
 Row = Sequence[float]
 USUAL = (
     "--mup=1 --num_layers=2 --sequence_length=32 --batch_size=8 --adam_beta2=0.95 --weight_decay=0 "
-    "--train_iters=8 --device=cpu"
+    "--train_iters=8 --num_workers=0 --device=cpu"
 )
 
 

@@ -28,7 +28,7 @@ SMALLER = {
     "--sample_interval=500": "--sample_interval=1 --sample_tokens=2",
     "docs/*.md": "more.jsonl",
     "check_mup.py ": "check_mup.py --widths 16 32 ",
-    "--rates 0.00025 0.0005 0.001 0.002 0.004 0.008 0.016": "--rates 0.002 0.004",
+    "--rates 0.001 0.002 0.004 0.008 0.016": "--rates 0.002 0.004",
     "--train_iters=60": "--train_iters=4",
     "--prompt ": "--max_new_tokens 4 --prompt ",
     "--prompts_file ": "--max_new_tokens 4 --prompts_file ",
