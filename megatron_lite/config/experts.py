@@ -45,9 +45,11 @@ group_option = idle_unless("moe_router_groups!=1")
 class ModelConfig(DenseConfig):
     """Model"""
 
-    num_experts: PositiveInt = option(
+    num_experts: int = option(
         1,
         "experts of an MLP, of which a router chooses some for each token; 1: no router",
+        minimum=1,
+        maximum=10_000,
         aliases="n_routed_experts",
         excludes=UNROUNDED,
     )

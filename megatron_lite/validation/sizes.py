@@ -180,7 +180,7 @@ def sizes(draft: Draft) -> Problems:
         return
     hidden, ffn = draft.hidden_size, draft.ffn_hidden_size
     head_channels = draft.num_attention_heads * draft.kv_channels
-    width = draft.moe_ffn_hidden_size
+    width, shared = draft.moe_ffn_hidden_size, draft.num_shared_experts * (draft.num_experts > 1)
     weights = {
         "vocab_size hidden_size": draft.vocab_size * hidden,
         "max_position_embeddings hidden_size": draft.max_position_embeddings
@@ -191,11 +191,11 @@ def sizes(draft: Draft) -> Problems:
         * hidden
         * head_channels,
         "num_layers hidden_size ffn_hidden_size": 3 * draft.num_layers * hidden * ffn,
-        "num_layers hidden_size moe_ffn_hidden_size num_experts": 3
+        "num_layers hidden_size moe_ffn_hidden_size num_experts num_shared_experts": 3
         * draft.num_layers
         * hidden
         * width
-        * draft.num_experts,
+        * (draft.num_experts + shared),
     }
     names, number = max(weights.items(), key=lambda pair: pair[1])
     if number > MOST_ELEMENTS:
@@ -204,7 +204,7 @@ def sizes(draft: Draft) -> Problems:
     if draft.sequential_micro_batches is None:  # the batch is wrong
         return
     micro = max(draft.micro_batch_size or 1, draft.eval_micro_batch_size or 1)
-    experts = 2 * width * draft.num_experts_per_token
+    experts = 2 * width * max(draft.num_experts_per_token, shared)
     channels = max(3 * head_channels, 2 * ffn, experts, hidden, draft.vocab_size)
     elements = micro * draft.sequence_length * channels
     if elements > MOST_ELEMENTS:

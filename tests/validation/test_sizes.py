@@ -82,6 +82,14 @@ def test_every_integer_option_at_once(turn: int, monkeypatch: pytest.MonkeyPatch
             f"--batch_size={2**32} --validation_iters=1 --eval_micro_batch_size={2**31}",
             f"--eval_micro_batch_size={2**31}: a micro-batch has at most",
         ),
+        (
+            f"--num_experts=2 --num_shared_experts={2**62}",
+            f"--num_experts=2, --num_shared_experts={2**62}: the model would have",
+        ),
+        (
+            f"--num_experts=2 --num_shared_experts={2**40} --batch_size=512 --micro_batch_size=256",
+            "a tensor of a micro-batch would have",
+        ),
     ],
 )
 def test_one_line_names_the_sizes(flags: str, words: str) -> None:
@@ -93,6 +101,12 @@ def test_one_line_names_the_sizes(flags: str, words: str) -> None:
         and "write" in str(caught.value)
         and "\n" not in str(caught.value)
     )
+
+
+def test_experts_are_few_enough_for_a_list() -> None:
+    """A layer lists the rows of all its experts."""
+    with pytest.raises(UsageError, match="num_experts=1000000000: must be >= 1 and <= 10000"):
+        planned("--num_experts=1000000000", "--moe_ffn_hidden_size=1")
 
 
 def test_a_file_describes_no_larger_model() -> None:
