@@ -44,7 +44,9 @@ from megatron_lite.huggingface.weight_source import (
     read_whole,
 )
 from megatron_lite.kernels.choice import Kernels
+from megatron_lite.kernels.routing import Choice
 from megatron_lite.model.embedding_and_head import Head
+from megatron_lite.model.experts import Router
 from megatron_lite.model.gpt import build_gpt, shapes_of
 from megatron_lite.model.layer import MicroBatch
 from megatron_lite.parameter import DTYPES
@@ -190,7 +192,8 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
     tokens = torch.randint(source.model.vocab_size, (VERIFIED_ROWS, length), generator=generator)
     with open_source(folder) as written:
         written.check(shapes_of(build_gpt(written.model, 1)))
-        before, after = logits_of(source, tokens), logits_of(written, tokens)
+        choices: dict[str, Tensor] | None = None if dtype is torch.float32 else {}
+        before, after = (logits_of(each, tokens, choices) for each in (source, written))
     largest, difference = float(before.abs().max()), float((after - before).abs().max())
     found = f"largest difference of {VERIFIED_ROWS} x {length} x {before.shape[-1]} logits: {difference:.3g}"
     limit = TOLERANCE[dtype] * max(largest, 1e-30)
@@ -200,10 +203,26 @@ def verify(source: WeightSource, folder: Path, dtype: torch.dtype) -> None:
     print(f"verified: {text}", flush=True)
 
 
+class _RepeatedChoice(Choice):
+    """A router's choice of experts that the second model repeats."""
+
+    name: str
+    first: dict[str, Tensor]  # by router
+
+    def experts(self, values: Tensor) -> Tensor:
+        return self.first.setdefault(self.name, super().experts(values))
+
+
 @torch.no_grad()
-def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(
+    source: WeightSource, tokens: Tensor, choices: dict[str, Tensor] | None = None
+) -> Tensor:
     """Return fp32 logits (b, s, v) of tokens (b, s), with one layer's weights (and a tied head's)
-    in memory."""
+    in memory.
+
+    choices: experts (t, K) by router, which a first call fills and others repeat: rounded weights
+    send some tokens elsewhere, whose logits differ by more than rounding.
+    """
     model = dataclasses.replace(source.model, make_vocab_size_divisible_by=1)
     hidden, micro_batch = None, MicroBatch(tokens, tokens)
     # Memory of earlier layers by size, reused because the allocator might not.
@@ -215,6 +234,10 @@ def logits_of(source: WeightSource, tokens: torch.Tensor) -> torch.Tensor:
     *layers, head = build_gpt(model, tokens.shape[1], Kernels(attention="math"))
     for layer in layers:
         fill(layer, source, memory)
+        for router in layer.modules():
+            if choices is not None and isinstance(router, Router):
+                router.choice = choice = _RepeatedChoice(*router.choice)
+                choice.name, choice.first = router.name, choices
         hidden = layer(hidden, micro_batch)
         if layer not in head.borrows_from:
             for parameter in layer.parameters():
