@@ -21,7 +21,7 @@ from megatron_lite.config import (
     flatten,
     unflatten,
 )
-from megatron_lite.config.model import rotary_base
+from megatron_lite.config.model import DenseConfig, repeating, rotary_base
 from megatron_lite.config.optimizer import LearningRateConfig
 from megatron_lite.config.option import Area
 from megatron_lite.config.structured_values import WeightStage, weight_stages, weighted_paths
@@ -47,6 +47,8 @@ FREE = frozenset(
     "expert_auxiliary_loss_coefficient expert_z_loss_coefficient moe_balance moe_jitter_eps "
     "moe_router_bias_update_rate".split()
 )
+# Options that have no effect on a dense model.
+OF_EXPERTS = vars(ModelConfig()).keys() - vars(DenseConfig()).keys() - {"num_experts"}
 # Options that only name a run.
 NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 # Option -> kind of change; other options' changes are only logged.
@@ -122,11 +124,16 @@ def differences(saved: Options, config: Config, *kinds: str | None) -> list[Diff
     if saved.get("rotary_embedding_scale") is not None:
         derived["rotary_base"] = rotary_base(saved["rotary_embedding_scale"])
     derived["norm_placement"] = "both" if saved.get("hybrid_norm") else "pre"
+    derived["hybrid_norm"] = False
     saved = {**flatten(Config()), **derived, **with_tuples(saved)}
+    for name, usual in (("attention_pattern", "window"), ("rotary_pattern", "rotary")):
+        saved[name] = repeating(saved[name], usual)
+    is_dense = saved["num_experts"] == config.model.num_experts == 1
+    without_effect = OF_EXPERTS if is_dense else ()
     return [
         Difference(name, saved[name], value)
         for name, value in flatten(config).items()
-        if saved[name] != value and KINDS.get(name) in kinds
+        if saved[name] != value and KINDS.get(name) in kinds and name not in without_effect
     ]
 
 

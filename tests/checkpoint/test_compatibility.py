@@ -45,6 +45,20 @@ def test_the_same_config_differs_in_nothing() -> None:
     check_architecture(saved_config(), Config(), "here")
 
 
+def test_a_dense_checkpoint_from_before_experts_and_equal_patterns() -> None:
+    """It lacks the options of experts, and states patterns as they were typed."""
+    options = {"attention_pattern": ("full",), "window_size": 8, "dataset_source": "random"}
+    config = resolve(unflatten(options), 1)
+    new = [name for name in flatten(config) if name.startswith(("moe_", "mup", "expert_"))]
+    new += ["num_experts", "num_experts_per_token", "num_shared_experts", "hybrid_norm"]
+    old = {name: value for name, value in flatten(config).items() if name not in new}
+    old |= {"attention_pattern": ["full", "full"], "rotary_pattern": ["rotary", "rotary"]}
+    assert differences(old, config, ARCHITECTURE, DATA, None) == []
+    mixed = resolve(unflatten(options | {"num_experts": 2}), 1)
+    with pytest.raises(CheckpointError, match="num_experts: 1 in the checkpoint, 2 now"):
+        check_architecture(old, mixed, "here")
+
+
 def test_every_architecture_option_is_an_option_of_the_model() -> None:
     """The list names real options; the other options of the model do not change its function."""
     names = {field.name for field in dataclasses.fields(Config().model)}
@@ -68,6 +82,12 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
         "make_vocab_size",
         "attention_softmax",
         "full_precision_residual",
+    )
+    others += (
+        "expert_",
+        "moe_balance",
+        "moe_jitter",
+        "moe_router_bias_update",
     )
     assert all(name.startswith(others) for name in names - architecture)
 
