@@ -59,12 +59,23 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
     return unflatten(vars(draft)), problems
 
 
+# Options whose defaults depend on each other.
+IN_ORDER = (
+    ("norm_placement", "hybrid_norm"),
+    (
+        "moe_router_bias_update_rate",
+        "moe_router_choice_bias",
+        "expert_auxiliary_loss_coefficient",
+    ),
+)
+
+
 def defaults(config: Config) -> Options:
     """Return each option's value in a resolved configuration if only that option were unset.
 
-    The batch options depend on each other, so each is derived from the preceding ones.
+    The batch options depend on each other, so each is derived from the preceding ones; so are others.
     """
-    values, order = flatten(config), (*BATCH[:2], *sorted(BATCH[2:]))
+    values, orders = flatten(config), ((*BATCH[:2], *sorted(BATCH[2:])), *IN_ORDER)
     found = {flag.name: flag.default for flag in FLAGS.values()}
     sizes = [
         values[name] for name in ("batch_size", "micro_batch_size", "sequential_micro_batches")
@@ -72,9 +83,8 @@ def defaults(config: Config) -> Options:
     ranks = -(-sizes[0] // (sizes[1] * sizes[2])) if None not in sizes else 1
     for name, default in list(found.items()):
         if default is None and values[name] is not None:
-            draft = Draft(
-                **values | dict.fromkeys(order[order.index(name) :] if name in order else (name,))
-            )
+            order = next((order for order in orders if name in order), (name,))
+            draft = Draft(**values | dict.fromkeys(order[order.index(name) :]))
             list(_cross_check(draft, ranks * ranks_per_sample(config.distributed)))
             found[name] = getattr(draft, name)
     return found

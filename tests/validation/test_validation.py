@@ -16,7 +16,7 @@ from megatron_lite.config import AREAS, Config, flatten, unflatten
 from megatron_lite.config.structured_values import weighted_paths
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
-from megatron_lite.validation import BATCH, resolve, warnings
+from megatron_lite.validation import BATCH, defaults, resolve, warnings
 from tests.support.tables import rows
 
 
@@ -657,3 +657,22 @@ def test_batches_that_cannot_be(case: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(parse([*flags, "--dataset_source=random"]).config, int(ranks))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (dict(hybrid_norm=True), "norm_placement"),
+        (dict(num_experts=4), "num_experts"),
+        (
+            dict(num_experts=4, moe_router_bias_update_rate=0.0),
+            "num_experts moe_router_bias_update_rate",
+        ),
+    ],
+)
+def test_defaults_that_depend_on_each_other(options: dict[str, Any], names: str) -> None:
+    """What was set differs from its default, and what was not set does not."""
+    config = resolve(unflatten({"dataset_source": "random"} | options), 1)
+    usual = defaults(config)
+    found = {name for name, value in flatten(config).items() if value != usual[name]}
+    assert found == {"dataset_source", *names.split()}
