@@ -127,9 +127,11 @@ class Manifest:
         ]
 
 
-def tensor_name(stage: int, frozen: bool, kind: str) -> str:
-    """Return a shard's name in a rank's file: stage_003.exp_avg, stage_003.frozen.weights."""
-    return f"stage_{stage:03d}.{'frozen.' if frozen else ''}{kind}"
+def tensor_name(stage: int, frozen: bool, is_state: bool, kind: str) -> str:
+    """Return a shard's name in a rank's file: stage_003.exp_avg, stage_003.frozen.weights,
+    stage_003.state.weights."""
+    part = "state." if is_state else "frozen." if frozen else ""
+    return f"stage_{stage:03d}.{part}{kind}"
 
 
 def file_metadata(save_id: str, iteration: int, rank: int) -> dict[str, str]:

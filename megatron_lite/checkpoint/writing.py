@@ -316,8 +316,10 @@ def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
             f"stage {index}: a checkpoint needs moments, this model is for inference"
         )
         for kind, dtype in part.kinds().items():
-            name, read = tensor_name(index, part.frozen, kind), partial(part.read, kind)
+            name = tensor_name(index, part.frozen, part.is_state, kind)
+            read = partial(part.read, kind)
             found.append(TensorToWrite(name, dtype, (part.numel(kind),), read))
+        assert len({tensor.name for tensor in found}) == len(found), "a file needs other names"
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from megatron_lite.distributed.process_group import Distributed
 from tests.support.harness import (
@@ -98,3 +99,12 @@ def test_evaluation_recomputation_and_padding_count_nothing(tmp_path: Path) -> N
         np.testing.assert_allclose(
             padded.weights[name], weight, rtol=0, atol=0 if exact else 1e-5, err_msg=name
         )
+
+
+def test_a_checkpoint_with_frozen_experts_is_a_safetensors_file(tmp_path: Path) -> None:
+    """A stage's frozen weights and its balance have names of their own."""
+    options = {"train_iters": 1, "freeze": ("blocks.0",), "experiment_dir": str(tmp_path)}
+    run_distributed(1, whole, options)
+    names = load_file(tmp_path / "checkpoints" / "1" / "rank_000.safetensors").keys()
+    kinds = {name.partition(".")[2] for name in names}
+    assert {"frozen.weights", "state.weights", "weights"} <= kinds
