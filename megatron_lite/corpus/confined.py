@@ -85,6 +85,8 @@ def _serve(connection: Connection) -> None:
     limit."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    # the parent ends this process by it, and waits; whoever started the parent may ignore it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # libraries warn about missing torch, and about folders on which we report
     logging.disable(logging.WARNING)
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # rendering needs none, and loading takes seconds

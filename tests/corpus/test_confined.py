@@ -137,3 +137,16 @@ def test_no_orphan_stays() -> None:
         while not has_ended(child) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert has_ended(child)
+
+
+def test_a_parent_that_ignores_sigterm_ends() -> None:
+    """At its end it sends the process that signal and waits. A launcher may have it ignored."""
+    code = (
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from megatron_lite.corpus.confined import Limits, confined\n"
+        "if __name__ == '__main__': print(confined(Limits(), divmod, 7, 2))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[3, 1]\n"
