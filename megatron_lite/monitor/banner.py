@@ -113,7 +113,8 @@ def mup_lines(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
     yield "".join(f"{title:>15}" for title in titles)
     counts = Counter[str]()
     for parameter in parameters_of(layers):
-        counts[kind_of(parameter.spec)] += parameter.spec.numel
+        if not parameter.spec.is_state:
+            counts[kind_of(parameter.spec)] += parameter.spec.numel
     for kind, (initial_std, rate, output) in factors(config).items():
         if count := counts[kind]:
             cells = (f"{factor:.6g}" for factor in (initial_std, rate, 1 / rate, output))

@@ -64,6 +64,7 @@ class FakePart:
     has_state: bool
     tensors: dict[str, Tensor]
     copies: bool = False
+    is_state: bool = False
 
     @property
     def weights(self) -> WeightShard:
