@@ -17,7 +17,7 @@ from megatron_lite.model.gpt import active_numel, build_gpt, parameters_of, shap
 from megatron_lite.monitor.metrics import model_flops
 from megatron_lite.validation import resolve
 from pretrain_gpt import main
-from tests.support.harness import usual_signals
+from tests.support.launch import succeed
 from tests.support.public_configs import PUBLIC, SIZES, public_config
 
 COMMAND = ["--dataset_source=random", "--sequence_length=256", "--train_iters=1", "--batch_size=1"]
@@ -104,9 +104,7 @@ def test_a_dry_run_and_a_run_print_active_parameters(capsys: pytest.CaptureFixtu
     (active,) = re.findall(r"active parameters: ([\d,]+) for each token", planned)
     idle = 2 * 2 * 2 * 32 * 128
     assert int(total.replace(",", "")) - int(active.replace(",", "")) == idle
-    with usual_signals():
-        assert main(flags) == 0
-    assert f"{total}, {active} of them for each token" in capsys.readouterr().out
+    assert f"{total}, {active} of them for each token" in succeed(flags).output
 
 
 def test_typed_flags_win_over_a_preset() -> None:
