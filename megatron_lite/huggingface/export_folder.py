@@ -29,12 +29,18 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.config import Config
 from megatron_lite.data.tokenizing import copy_tokenizer
-from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
+from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.config_file import TRAINING_KEY, hugging_face_config
 from megatron_lite.huggingface.model_card import TrainingSummary, model_card
 from megatron_lite.huggingface.model_folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from megatron_lite.huggingface.origin import CARD_NAME, GENERATION_NAME, special_ids
-from megatron_lite.huggingface.weight_map import MappedRows, by_tensor, constants, pieces
+from megatron_lite.huggingface.weight_map import (
+    MappedRows,
+    always_fp32,
+    by_tensor,
+    constants,
+    pieces,
+)
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
@@ -76,14 +82,9 @@ class ExportFolder:
             name: pieces(name, shape, architecture, config.model) for name, shape in parameters
         }
         self._missing = set(self._pieces)
-        kept = ARCHITECTURES[architecture].fp32
-        self._dtypes = {
-            piece.name: torch.float32 if name.split(".", 2)[-1].startswith(kept) else self.dtype
-            for name, found in self._pieces.items()
-            for piece in found
-        }
+        self._architecture = architecture
         self.num_bytes = {
-            name: math.prod(shape) * self._dtypes[self._pieces[name][0].name].itemsize
+            name: math.prod(shape) * self._dtype(self._pieces[name][0].name).itemsize
             for name, shape in parameters
         }  # of ours
         self._numel = sum(math.prod(shape) for _, shape in parameters)
@@ -115,7 +116,7 @@ class ExportFolder:
                 offset += sizes[name]
 
     def _dtype(self, name: str) -> torch.dtype:
-        return self._dtypes.get(name, self.dtype)
+        return torch.float32 if always_fp32(name, self._architecture) else self.dtype
 
     def create(self, folder: Path) -> None:
         """Create the folder, and the files with their headers and constants."""
