@@ -356,6 +356,8 @@ class _LinearCrossEntropy(Function):
         memory = hidden.new_empty(
             held_logits(tokens, w.shape[0], options.chunk_tokens, options.block_size)
         )
+        # With AMX, oneDNN multiplies what follows a row of bf16 by zero, and NaN times zero is NaN.
+        memory[:, blocks[0].stop :] = 0.0
         sums = Sums.empty(tokens, hidden.device)
         loop = range(0, tokens, options.chunk_tokens)
         for start in turns(loop, hidden) if hidden.is_meta else loop:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_lite.kernels import cross_entropy
 from megatron_lite.kernels.choice import Kernels
 from megatron_lite.kernels.cross_entropy import (
     LARGEST_BLOCK,
@@ -21,6 +22,7 @@ from megatron_lite.kernels.cross_entropy import (
     linear_cross_entropy,
     sweep,
 )
+from megatron_lite.kernels.products import add_product
 from megatron_lite.kernels.triton_support import runs_on
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import build_gpt
@@ -343,6 +345,29 @@ def test_reference_in_more_than_one_part() -> None:
     for row in range(7):
         single = sweep_blocks(logits[row : row + 1], labels[row : row + 1], 0.1, False)[1][0]
         torch.testing.assert_close(single, grad[row], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("block", [None, 40])
+def test_rows_of_logits_end_in_numbers(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product may read beyond a row of its first factor (oneDNN does with AMX, in bf16) and
+    multiply by zero what it finds there, which must not be NaN."""
+    seen = []
+
+    def add(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        rows = a if a.stride(1) == 1 else a.t()
+        whole = (len(rows), rows.stride(0))
+        seen.append(bool(rows.as_strided(whole, rows.stride()).isfinite().all()))
+        add_product(total, a, b, first)
+
+    def poisoned(like: Tensor, *shape: Any, **options: Any) -> Tensor:
+        options = {"dtype": like.dtype} | options
+        return torch.empty(*shape, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(cross_entropy, "add_product", add)
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    hidden, weight = randn(32, 64).bfloat16(), randn(67, 64).bfloat16()
+    run(hidden, weight, some_labels(32, 67), 32, block)
+    assert seen == [True] * (2 if block is None else 4)
 
 
 def test_blocks_cost_no_precision() -> None:
