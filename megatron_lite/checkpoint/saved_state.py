@@ -113,6 +113,7 @@ RUN_STATE = {
         # start, size and length of `schedules.batch_size.Segment`
         "stages?": list[tuple[Count, Count, Count]],
         "sets?": list[tuple[Digest, str, PositiveCount, PositiveCount, Count]],
+        "skipped?": list[tuple[Count, PositiveCount]],  # `data.skipped.Skipped.ranges`
     },
     "best?": {
         "measured": Digest,

@@ -28,6 +28,7 @@ _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS = MappingProxyType(_DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{0,3})")
 _KEEP_RULE = re.compile(r"([0-9]{1,18})(?::([0-9]{1,18}))?")
+_SAMPLE_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _WEIGHT_CHANGE = re.compile(r"([0-9]{1,18}):([^:]+)")
 LINKS = ("auto", "nvlink", "ib", "ethernet")
 _ADDRESS = re.compile(r"(?!.*::)([a-z][a-z0-9+.-]*://[^/].*|file://.+|(?!.*://).+)")
@@ -126,6 +127,24 @@ def weight_stages(data_path: Sequence[str], schedule: Sequence[str]) -> tuple[We
             )
         stages.append(stage)
     return tuple(stages)
+
+
+def sample_ranges(words: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the words of --skip_samples, <first>-<last>, as pairs (first, last + 1).
+
+    Raises:
+        UsageError: for another word, or a last sample before the first.
+    """
+    found = []
+    for word in words:
+        match = _SAMPLE_RANGE.fullmatch(word)
+        if match is None or int(match[2]) < int(match[1]):
+            raise UsageError(
+                f"--skip_samples={abridged(tuple(words))}: {shown(word)}: write <first sample>-<last sample>, as in "
+                "51200-76799"
+            )
+        found.append((int(match[1]), int(match[2]) + 1))
+    return found
 
 
 def _number(text: str, where: str) -> float:

@@ -151,6 +151,12 @@ class DataConfig(Area):
         "1000 iterations, and only the second after 2000; validation keeps the initial weights",
         excludes=(LISTED,),
     )
+    skip_samples: tuple[str, ...] = file_option(
+        (),
+        'leave these samples of the training order out, as in "51200-76799 90000-90999": numbers as in bad_step.json, '
+        "from 0; a run keeps them in its checkpoints; to leave out what it has already read, also go back with "
+        "resume_iteration",
+    )
     shuffle: str = file_option(
         "epoch",
         "order of training samples. epoch: reshuffle every epoch; full: shuffle max_epochs epochs together; "

@@ -23,14 +23,16 @@ def with_length(
     Raises: DataError like `open_data`; UsageError if the schedule does not fit the iterations.
     """
     training = config.training
+    counts = Counts(config, began)
     tokens, goal = training.train_tokens, f"--train_tokens={training.train_tokens}"
     if training.epochs is not None:
         samples = samples_of_epoch(config)
-        tokens = math.ceil(training.epochs * samples) * config.batch.sequence_length
+        read = counts.skipped.kept(math.ceil(training.epochs * samples))
+        tokens = read * config.batch.sequence_length
         goal = f"--epochs={training.epochs:g}, of {samples:,} samples each"
     if tokens is None:
         return config, ()
-    iterations = Counts(config, began).iterations_of(tokens)
+    iterations = counts.iterations_of(tokens)
     found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
     derived = {
         **vars(found.learning_rate),

@@ -13,8 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_lite.config import Config, JsonObject
+from megatron_lite.config.structured_values import sample_ranges
 from megatron_lite.data.blending import Blend, Concatenation
+from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, continued
 
@@ -35,8 +39,34 @@ class Counts:
         self._config, self._planned = config, batch_schedule(config.batch)
         self.schedule = self._planned  # earlier starts' schedule, until this one begins
         self._first, self._read = 0, list[Read]()
+        # --skip_samples of this start and of earlier ones
+        self.skipped = Skipped()
+        done = 0
         if began and "counts" in began:
-            self.begin(began["counts"], began["iteration"])
+            done = began["iteration"]
+            self.begin(began["counts"], done)
+            self.skipped = self.skipped.joined(began["counts"].get("skipped", ()))
+        for first, end in sample_ranges(config.data.skip_samples):
+            self._skip(first, end, done)
+
+    def _skip(self, first: int, end: int, done: int) -> None:
+        """Also leave samples [first, end) out, unless the iterations that are done have read them.
+
+        Raises: UsageError, which names the iteration to go back to.
+        """
+        skipped = self.skipped.joined([(first, end)])
+
+        def next_sample(iterations: int) -> int:
+            return self.skipped.position(self._planned.consumed_samples(iterations))
+
+        now = next_sample(done)
+        if skipped.kept(now) < self.skipped.kept(now):
+            before = bisect.bisect_right(range(done), first, key=next_sample) - 1
+            raise UsageError(
+                f"--skip_samples={first}-{end - 1}: the run has already read samples up to {now - 1}, in {done} iterations; "
+                f"to leave these out, go back to a checkpoint of iteration {before} or earlier (--resume_iteration)"
+            )
+        self.skipped = skipped
 
     def iterations_of(self, tokens: int) -> int:
         """Return the fewest iterations that read this many tokens; uses the options where earlier
@@ -59,10 +89,19 @@ class Counts:
         first = self._first if found or self.schedule != self._planned else 0
         if isinstance(self.order, Blend):
             ends = map(self._planned.consumed_samples, (first, max(first, iterations)))
-            for data_set, start, end in zip(self.sets, *map(self.order.taken, ends), strict=True):
+            taken = (self._taken(self.order, end) for end in ends)
+            for data_set, start, end in zip(self.sets, *taken, strict=True):
                 key = (*data_set, self._config.batch.sequence_length)
                 found[key] += end - start
         return [(*key, samples) for key, samples in found.items()]
+
+    def _taken(self, order: Blend, read: int) -> list[int]:
+        """Return how many samples each data set provides once training has read `read`."""
+        counts = np.array(order.taken(end := self.skipped.position(read)))
+        for first, stop in self.skipped.ranges:
+            if stop <= end:
+                counts -= np.subtract(order.taken(stop), order.taken(first))
+        return [int(count) for count in counts]
 
     def epochs(self, iterations: int) -> list[float]:
         """Return how often the first `iterations` read each data set."""
@@ -100,4 +139,8 @@ class Counts:
             for part, count in self.schedule.parts(iterations)
             if count or not part.start
         ]
-        return {"stages": stages, "sets": self.read(iterations)}
+        return {
+            "stages": stages,
+            "sets": self.read(iterations),
+            "skipped": self.skipped.ranges,
+        }

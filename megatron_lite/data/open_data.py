@@ -34,6 +34,7 @@ from megatron_lite.data.sampling import (
     StreamSampler,
     sampler_key,
 )
+from megatron_lite.data.skipped import Skipped
 from megatron_lite.data.tokenizing import load_tokenizer, read_tokenizer_file
 from megatron_lite.errors import DataError, UsageError
 from megatron_lite.schedules.batch_size import BatchSchedule, Segment, batch_schedule, once_through
@@ -113,14 +114,17 @@ def open_data(
             _stream(config, phase, sampler_key(*origin(phase, n)), *pair)
             for n, pair in enumerate(pairs)
         ]
-        phases[phase] = _phase(config, phase, count, streams, fill)
+        skipped = counts.skipped if phase == "training" else Skipped()
+        phases[phase] = _phase(config, phase, count, streams, fill, skipped)
         # if a data set is named twice, the last
         alone = {stream.dataset.prefix: stream for stream in streams}
         if len(alone) > 1 and (
             phase in own or (phase == "validation" and training.validation_by_dataset)
         ):
             for prefix, name in short_names(list(alone)).items():
-                phases[f"{phase}/{name}"] = _phase(config, phase, count, [alone[prefix]], fill)
+                phases[f"{phase}/{name}"] = _phase(
+                    config, phase, count, [alone[prefix]], fill, Skipped()
+                )
         if phase == "training":
             counts.order = _reader(phases[phase]).blend
             counts.sets = [
@@ -235,6 +239,7 @@ def _phase(
     count: int | All,
     streams: list[Stream],
     fill: FillInTheMiddle | None,
+    skipped: Skipped,
 ) -> Phase:
     """Blend `count` batches of all data sets by weight, or read each data set once from end to
     end."""
@@ -252,13 +257,17 @@ def _phase(
         order = Blend([1.0])
         if len(streams) > 1:
             flag = config.data.path_flag(phase)
-            if (samples := schedule.consumed_samples(count)) > MAX_SAMPLES:
+
+            def place(iterations: int) -> int:
+                return skipped.position(schedule.consumed_samples(iterations))
+
+            if (samples := place(count)) > MAX_SAMPLES:
                 raise UsageError(
                     f"--{flag}: a blend gives at most {MAX_SAMPLES:,} samples, not {samples:,}"
                 )
             scheduled = config.data.data_weights_schedule if flag == "data_path" else ()
             first, *later = weight_stages(getattr(config.data, flag), scheduled)
-            changes = [(schedule.consumed_samples(start), weights) for start, weights in later]
+            changes = [(place(start), weights) for start, weights in later]
             order = Blend(first.weights, changes if phase == "training" else ())
     reader = StreamReader(
         streams,
@@ -268,6 +277,7 @@ def _phase(
         SLOW_MS,
         config.data.mask_document_starts,
         fill,
+        skipped,
     )
     return Phase(reader, schedule, iterations)
 
@@ -509,4 +519,5 @@ def _phase_line(phase: Phase, counts: Counts | None) -> str:
         sizes = [stream.sampler.samples_per_epoch for stream in reader.streams]
         epochs = [due / size for due, size in zip(reader.blend.due(samples), sizes, strict=True)]
     many = f"{min(epochs):.3g} to {max(epochs):.3g}" if len(set(epochs)) > 1 else f"{epochs[0]:.3g}"
-    return f"{samples:,} samples out of {tokens:,} tokens: {many} epochs{padded}"
+    without = f", without samples {reader.skipped}" if reader.skipped.ranges else ""
+    return f"{samples:,} samples out of {tokens:,} tokens: {many} epochs{without}{padded}"

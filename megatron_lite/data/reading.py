@@ -20,6 +20,7 @@ from megatron_lite.data.disk_array import DiskArray
 from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSampler, random_tokens
+from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import DataError
 
 SEARCHED_TOKENS = 1 << 20  # at a time
@@ -83,6 +84,7 @@ class StreamReader:
     slow_ms: float  # reading time of one sample above which to warn
     mask_starts: bool = False  # see --mask_document_starts
     fill: FillInTheMiddle | None = None
+    skipped: Skipped = Skipped()
 
     def __post_init__(self) -> None:
         streams = self.streams
@@ -94,12 +96,14 @@ class StreamReader:
         self.dtype = np.dtype(np.int64) if self.fill else np.result_type(*dtypes)
 
     def read(self, first: int, count: int) -> Samples:
-        """Read samples first, first + 1, ..., first + count - 1 from the blend's streams.
+        """Read samples first, first + 1, ..., first + count - 1, counted without skipped ones, from
+        the blend's streams.
 
         Raises: DataError if a file has changed, cannot be read any more or contains a token id
         outside the vocabulary.
         """
-        places = self._locate(np.arange(first, first + count))
+        indices = self.skipped.positions(np.arange(first, first + count))
+        places = self._locate(indices)
         tokens = np.zeros((count, self.sequence_length + 1), dtype=self.dtype)
         masked = np.zeros((count, self.sequence_length), dtype=np.bool_)
         warnings, pieces = [], dict[int, NDArray[np.int32]]()
@@ -128,7 +132,8 @@ class StreamReader:
         if count and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             raise self._bad_token(tokens, *places)
         lengths = [
-            self._finish(first + row, tokens[row], own, masked[row]) for row, own in pieces.items()
+            self._finish(int(indices[row]), tokens[row], own, masked[row])
+            for row, own in pieces.items()
         ]
         joined = np.concatenate(lengths) if lengths else None
         return Samples(tokens, tuple(warnings), joined, masked if self.has_masks else None)

@@ -109,20 +109,36 @@ def leave_bad_step(run: Run, step: BadStep | None) -> None:
             "cannot write %s: %s; the run continues without it", folder, error.strerror or error
         )
         return
+    first, last = _samples(run, step.iteration)
+    own = newest_before(run.experiment.checkpoints, step.iteration)
+    back = "in another --experiment_dir" if own is None else f"--resume_iteration={own.name}"
     run.logger.warning(
-        "bad step %d: %s; to replay it: python scripts/replay_step.py %s",
+        "bad step %d: %s; to replay it: python scripts/replay_step.py %s; to leave its samples out: "
+        "--skip_samples=%d-%d %s",
         step.iteration,
         found["in_words"],
         folder,
+        first,
+        last,
+        back,
     )
+
+
+def _samples(run: Run, iteration: int, first: int = 0, count: int | None = None) -> tuple[int, int]:
+    """Return first and last of `count` samples from an iteration's `first`, by default of all, as
+    numbers of the run's order."""
+    schedule, skipped = batch_schedule(run.config.batch), run.data.counts.skipped
+    before = schedule.consumed_samples(iteration - 1) + first
+    count = schedule.batch_size(iteration) if count is None else count
+    return skipped.position(before), skipped.position(before + count - 1)
 
 
 def content(run: Run, step: BadStep, found: JsonObject) -> JsonObject:
     """Return the JSON content for a bad step's folder."""
-    schedule = batch_schedule(run.config.batch)
     older = newest_before(run.experiment.checkpoints, step.iteration)
     if older is None and run.resumed.iteration < step.iteration:
         older = run.resumed.folder  # from --load_checkpoint_path
+    first, last = _samples(run, step.iteration)
     return {
         "iteration": step.iteration,
         "loss": step.numbers[0].hex(),
@@ -130,8 +146,8 @@ def content(run: Run, step: BadStep, found: JsonObject) -> JsonObject:
         "limits": [limit.hex() for limit in step.limits],
         "found": found,
         "weights_of_iteration": run.iteration - run.optimizer.guard.dropped.streak(),
-        "first_sample": schedule.consumed_samples(step.iteration - 1),
-        "samples": schedule.batch_size(step.iteration),
+        "first_sample": first,
+        "samples": last + 1 - first,
         "world_size": run.distributed.world_size,
         "checkpoint": None if older is None else str(older.absolute()),
         "config": flatten(run.config),
@@ -189,16 +205,14 @@ def examine(run: Run, iteration: int) -> JsonObject:
             )
     if firsts:  # among several pipeline ranks, the one that the others follow
         _, rank, (_, micro_batch, _, name) = min(firsts.values(), key=itemgetter(2))
-        first, count = run.data.split("training", iteration).piece(
-            micro_batch, place(rank)[SAMPLES]
-        )
+        piece = run.data.split("training", iteration).piece(micro_batch, place(rank)[SAMPLES])
+        first, last = _samples(run, iteration, *piece)
         found |= {
             "tensor": name,
             "rank": rank,
             "micro_batch": micro_batch,
-            "first_sample": first
-            + batch_schedule(run.config.batch).consumed_samples(iteration - 1),
-            "samples": count,
+            "first_sample": first,
+            "samples": last + 1 - first,
             "dropout_seed": dropout_seed(
                 run.config.distributed.seed, iteration, micro_batch, place(rank)[DATA]
             ),

@@ -15,6 +15,7 @@ from megatron_lite.config.structured_values import (
     keep_rules,
     lr_scale_patterns,
     module_expression,
+    sample_ranges,
     size_bytes,
     storage_address,
     weight_stages,
@@ -335,6 +336,7 @@ def data(draft: Draft) -> Problems:
         if len(draft.data_path) != 1:
             yield "dataset_source data_path", "name one JSON file, which holds the prefixes"
     else:
+        yield from parsing("skip_samples", sample_ranges, draft.skip_samples)
         names = "data_path data_weights_schedule"
         yield from parsing(names, weight_stages, draft.data_path, draft.data_weights_schedule)
         words = (*draft.data_path, *draft.valid_data_path, *draft.test_data_path)
