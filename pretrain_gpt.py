@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from megatron_lite.run.launcher_watch import LauncherWatch
 
 
-LENGTHS = ("train_iters", "train_tokens", "epochs")  # options that say how long a run is
-
-
 def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     """Parse, validate, train; return the exit code. Nothing heavy is imported before the flags are
     known to be good.
@@ -30,6 +27,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
     launcher: ends this process if torchrun dies.
     """
     from megatron_lite.cli.parse import HelpRequested, folder_of, parse
+    from megatron_lite.cli.recorded_run import LENGTHS
     from megatron_lite.errors import EXIT_DONE, RunError, UsageError
     from megatron_lite.huggingface.architectures import check_exports
     from megatron_lite.run import exit_status

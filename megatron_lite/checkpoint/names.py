@@ -153,7 +153,7 @@ def read_bytes(path: Path, limit_bytes: int, follow_links: bool = False) -> byte
         return file.readall()
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: str | bytes) -> Any:
     """Parse untrusted JSON.
 
     Raises:

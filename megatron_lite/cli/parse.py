@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megatron_lite import __version__
 from megatron_lite.cli.help import help_text
 from megatron_lite.cli.model_source import with_preset, with_source
+from megatron_lite.cli.recorded_run import LENGTHS, recorded_flags
 from megatron_lite.cli.unknown_flags import (
     accepts,
     answer_of_any,
@@ -166,6 +167,7 @@ class _Parser:
         self.notes: list[Note] = []
         self.environment: dict[str, str] = {}
         self.wrong: set[str] = set()  # options with illegal values
+        self.repeated = set[str]()  # options from the config.json of a run
         self.guesswork = False  # whether a flag may be missing because a word is unknown
         self._files_read = 0
 
@@ -200,7 +202,8 @@ class _Parser:
                 raise ValueError(f"more than {MOST_FILES} files are inserted; write fewer @files")
             if os.path.realpath(path) in chain:
                 raise ValueError("includes itself; remove one of the @files")
-            texts = read_words(path)
+            text = read_file(path)
+            texts = self._recorded(text, word) if text.lstrip().startswith("{") else words_of(text)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._problem(f"{shown(word.text)}: file {shown(path)}: {reason}", word, guess=True)
@@ -209,6 +212,16 @@ class _Parser:
             yield from self.expand(
                 Word(text, path), os.path.dirname(path), (*chain, os.path.realpath(path))
             )
+
+    def _recorded(self, text: str, word: Word) -> list[str]:
+        """Return the flags of a run's config.json, which later ones may contradict."""
+        flags, left_out = recorded_flags(text)
+        self.repeated.update(flag[2:].partition("=")[0] for flag in flags)
+        if left_out:
+            names = ", ".join(f"--{name}" for name in left_out)
+            said = f"{word.text} repeats that run without what belongs to its folder or machine: {names}"
+            self.notes.append(Note(said))
+        return flags
 
     def group(self, words: Iterator[Word]) -> list[Item]:
         """Return each flag with the words that follow it."""
@@ -273,7 +286,14 @@ class _Parser:
             if any(text and text[0] in QUOTES for text in values):
                 return  # the words that follow belong to the quoted value
         else:
-            if flag.name in self.given and self.given[flag.name] != value:
+            if flag.name in LENGTHS:
+                for name in self.repeated.intersection(LENGTHS):
+                    self.given.pop(name, None)
+            if (
+                flag.name in self.given
+                and self.given[flag.name] != value
+                and flag.name not in self.repeated
+            ):
                 before, now = (shown(written(v)) for v in (self.given[flag.name], value))
                 said = (
                     f"--{flag.name} is given twice: {now} is used, {before} is not{item.flag.where}"
@@ -328,21 +348,28 @@ class _Parser:
         return parse_list(flag, values)
 
 
-def read_words(path: str) -> list[str]:
-    """Return the shell words of an @file, with shell quoting, `#` comments and any line breaks.
+def read_file(path: str) -> str:
+    """Return the text of an @file.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text, is too large, or has an open quote.
+        ValueError: if the file is not text, or is too large.
     """
     with open(path, "rb") as file:
         data = file.read(LARGEST_FILE_BYTES + 1)
     if len(data) > LARGEST_FILE_BYTES:
         raise ValueError(f"larger than {LARGEST_FILE_BYTES} bytes; an @file holds flags")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("not a UTF-8 text file") from None
+
+
+def words_of(text: str) -> list[str]:
+    """Return the shell words of an @file, with shell quoting, `#` comments and any line breaks.
+
+    Raises: ValueError for an open quote.
+    """
     try:
         return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text))
     except ValueError as error:
@@ -385,7 +412,7 @@ def _stray_hint(text: str) -> str:
     if not text.strip():
         return f"an empty word; {NO_QUOTES}"
     if text == "{" or text.endswith(":"):
-        return "an @file holds flags as a shell has them (--lr=1e-3), not JSON or YAML; a run's log has its command"
+        return "an @file holds flags as a shell has them (--lr=1e-3), not YAML; @RUN/config.json repeats a run"
     if re.search(r"(^|\s)--[A-Za-z]", text):
         return f"several flags in one word; {NO_QUOTES}"
     if (equals or name.replace("-", "_") in SPELLINGS) and (answer := answer_of_any(name, value)):

@@ -62,6 +62,7 @@ def examine(config: Config, world_size: int, nodes: int = 1) -> tuple[Config, li
 # Options whose defaults depend on each other.
 IN_ORDER = (
     ("norm_placement", "hybrid_norm"),
+    ("rotary_base", "rotary_embedding_scale"),
     (
         "moe_router_bias_update_rate",
         "moe_router_choice_bias",

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_lite.cli.parse import parse, read_words
+from megatron_lite.cli.parse import parse, words_of
 from megatron_lite.planner.devices import data_sheet
 from megatron_lite.planner.plan import Plan, make_plan
 from megatron_lite.planner.work_time import StepTime, predict_step
@@ -80,7 +80,7 @@ def published_table() -> list[str]:
 def planned_step(gpu: str, ranks: int, flags: str) -> tuple[Plan, StepTime]:
     """Plan the Mistral-7B example and predict its step."""
     words = [
-        *read_words(str(MODEL)),
+        *words_of(MODEL.read_text("utf-8")),
         *flags.split(),
         "--dataset_source=random",
         "--dry_run=1",

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from megatron_lite.cli.parse import parse as parse_flags
-from megatron_lite.cli.parse import read_words
+from megatron_lite.cli.parse import words_of
 from megatron_lite.config import BatchConfig
 from megatron_lite.distributed.traffic import Total
 from megatron_lite.kernels.tensor_collectives import GATHER, REDUCE
@@ -31,7 +31,7 @@ from megatron_lite.zero.schedule import Order
 from scripts.docs.tables import ROOT, markdown_table, with_tables, write_documents
 
 DOCUMENTS = ("multi_stage.md", "parallelism.md")
-MODEL = read_words(str(ROOT / "scripts" / "examples" / "mistral_7b.flags"))
+MODEL = words_of((ROOT / "scripts" / "examples" / "mistral_7b.flags").read_text("utf-8"))
 LEVELS = ("none", "activation", "full")
 MIB, GIB = 2**20, 2**30
 # header and cells; a float is shown with one decimal

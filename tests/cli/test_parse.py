@@ -237,7 +237,7 @@ def test_stray_words() -> None:
     assert problem(["{", '"lr":', "3", "}"]).startswith(
         "stray word { and 3 more: an @file holds flags "
     )
-    assert "lr=1e-3), not JSON or YAML" in problem(["num_layers:", "2", "lr:", "3"])
+    assert "lr=1e-3), not YAML" in problem(["num_layers:", "2", "lr:", "3"])
     assert problem(["lr=3"]) == "stray word lr=3: flags begin with two dashes; write --lr=3"
     assert problem(["model.n_layer=3"]).endswith(
         "flags begin with two dashes; write --num_layers=3"
