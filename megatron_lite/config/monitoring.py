@@ -20,7 +20,7 @@ from megatron_lite.config.option import (
 RUN_ID = (
     r"(?=[_-]*[A-Za-z0-9])[A-Za-z0-9_-]{1,128}"  # of Weights & Biases; also the name of a folder
 )
-TRACKERS = ("jsonl", "wandb", "tensorboard")
+TRACKERS = ("jsonl", "wandb", "tensorboard", "webhook", "prometheus")
 WATCHED = ("grads", "params", "updates", "opt_state")
 PROFILED = "profile_cpu or profile_cuda or profile_schedule"
 
@@ -100,8 +100,9 @@ class TrackingConfig(Area):
     """Trackers and watch"""
 
     trackers: tuple[str, ...] = optional(
-        "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard, or "
-        "a class of your own, as package.module:Class",
+        "destinations of metrics, separated by commas: experiment_dir/metrics.jsonl, Weights & Biases, TensorBoard, "
+        "messages to the webhook in MEGATRON_LITE_WEBHOOK, experiment_dir/metrics.prom, or a class of your own, as "
+        "package.module:Class",
         "jsonl with experiment_dir, wandb with wandb_entity_name, tensorboard with tensorboard_dir",
         choices=TRACKERS,
         also=r"[\w.]+:\w+",
@@ -113,6 +114,11 @@ class TrackingConfig(Area):
                 "tensorboard_dir or experiment_dir",
                 "tensorboard has nowhere to write",
                 when="trackers=tensorboard and dry_run=0",
+            ),
+            Rule(
+                "experiment_dir",
+                "prometheus has nowhere to write",
+                when="trackers=prometheus and dry_run=0",
             ),
         ),
     )
@@ -189,7 +195,7 @@ def default_trackers(options: object) -> tuple[str, ...]:
         "wandb": "wandb_entity_name",
         "tensorboard": "tensorboard_dir",
     }
-    return tuple(name for name in TRACKERS if getattr(options, needs[name]) is not None)
+    return tuple(name for name in needs if getattr(options, needs[name]) is not None)
 
 
 @dataclass

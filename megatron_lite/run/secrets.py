@@ -1,13 +1,17 @@
-"""Mask secret values in command lines and texts. Imports no torch."""
+"""Mask secret values in command lines and texts, and read one. Imports no torch."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection, Sequence
 
 from megatron_lite.config.values import SPELLINGS
+from megatron_lite.errors import UsageError
 
 SHORTEST_SECRET = 4  # characters; shorter values are common words such as `1` or `yes`
 HIDDEN = "..."
+WEBHOOK_VARIABLE = "MEGATRON_LITE_WEBHOOK"
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
@@ -35,3 +39,16 @@ def masked(text: str, values: Collection[str]) -> str:
         if len(line) >= SHORTEST_SECRET:
             text = text.replace(line, HIDDEN)
     return text
+
+
+def webhook_address() -> str:
+    """Return the address in the environment, which is a secret: whoever has it can write there.
+
+    Raises: UsageError without one. The message never shows it.
+    """
+    address = os.environ.get(WEBHOOK_VARIABLE, "").strip()
+    if not re.match(r"https?://[^/]", address):
+        raise UsageError(
+            f"--trackers=webhook: {WEBHOOK_VARIABLE} is not an https address; export it, as no flag takes a secret"
+        )
+    return address

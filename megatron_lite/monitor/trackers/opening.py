@@ -20,6 +20,7 @@ from megatron_lite.monitor.trackers.queued_tracker import (
     QueuedTracker,
     TensorBoardTracker,
 )
+from megatron_lite.monitor.trackers.small_trackers import PROMETHEUS_FILE, Prometheus, Webhook
 from megatron_lite.monitor.trackers.wandb_tracker import (
     WandbTracker,
     read_key,
@@ -27,6 +28,7 @@ from megatron_lite.monitor.trackers.wandb_tracker import (
 )
 from megatron_lite.monitor.watch import Watched
 from megatron_lite.run.exit_status import METRICS_FILE
+from megatron_lite.run.secrets import webhook_address
 
 TENSORBOARD_FOLDER = "tensorboard"
 _PACKAGES = ("wandb", "tensorboard")  # trackers that need a package of the same name
@@ -70,6 +72,8 @@ def check_trackers(config: Config) -> None:
             raise _missing(name, config, "it is not installed")
     if "wandb" in config.tracking.trackers:
         read_key()
+    if "webhook" in config.tracking.trackers:
+        webhook_address()
     for name in (name for name in config.tracking.trackers if ":" in name):
         own_class(name)
 
@@ -111,6 +115,11 @@ def open_trackers(
                 _import("wandb", "wandb", config), config, experiment_dir, run, keeps_lines
             )
         )
+    name = config.run.experiment_name or ""
+    if "webhook" in names:
+        destinations.append(Webhook(webhook_address(), name, iteration, keeps_lines))
+    if "prometheus" in names and experiment_dir is not None:
+        destinations.append(Prometheus(experiment_dir / PROMETHEUS_FILE, name, keeps_lines))
     own = (name for name in names if ":" in name)
     destinations += (
         OwnTracker(name, own_class(name), flatten(config), keeps_lines) for name in own
