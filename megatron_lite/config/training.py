@@ -398,10 +398,11 @@ class TrainingConfig(Area):
         "each further token of 8 samples together",
         "no samples",
         needs=(
-            Rule("sample_prompts", "samples follow prompts"),
+            Rule("sample_prompt or sample_prompts", "samples follow prompts"),
             Rule("tokenizer_file", "samples are text", when="dataset_source=random"),
         ),
     )
+    sample_prompt: str | None = optional("prompt of samples, as text", "none", needs=(SAMPLED,))
     sample_prompts: str | None = optional(
         "text file with the prompts of samples, one per line", "none", needs=(SAMPLED,)
     )

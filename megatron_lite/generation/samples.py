@@ -143,24 +143,30 @@ def _shown(prompt: str, continuation: str) -> str:
 
 
 def load_prompts(config: Config) -> list[tuple[str, int, list[int]]]:
-    """Read and encode the prompts of --sample_prompts.
+    """Encode the prompts of --sample_prompt and --sample_prompts.
 
     Raises:
         DataError: if prompts or tokenizer cannot be read, or a prompt does not fit the model or
             --sequence_length.
     """
     training, length = config.training, config.batch.sequence_length
-    assert training.sample_prompts is not None and config.data.tokenizer_file is not None, (
-        "validated"
+    assert config.data.tokenizer_file is not None, "validated"
+    texts = [] if training.sample_prompt is None else [training.sample_prompt]
+    name = (
+        f"--sample_prompts={training.sample_prompts}"
+        if training.sample_prompts
+        else "--sample_prompt"
     )
-    name = f"--sample_prompts={training.sample_prompts}"
-    try:
-        content = Path(training.sample_prompts).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise unreadable(name, error) from None
+    if training.sample_prompts is not None:
+        try:
+            content = Path(training.sample_prompts).expanduser().read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:
+            hint = "write a prompt itself as --sample_prompt"
+            raise DataError(f"{unreadable(name, error)}; {hint}") from None
+        texts += read_prompts(content, name)
     tokenizer = load_tokenizer(config.data.tokenizer_file)
     prompts = []
-    for prompt, repetition in numbered(read_prompts(content, name)):
+    for prompt, repetition in numbered(texts):
         try:
             tokens = encode_prompt(tokenizer, prompt, False, config.model.vocab_size, length)
         except DataError as error:
