@@ -17,6 +17,7 @@ from megatron_lite.corpus.prepared import inspect, verify
 from megatron_lite.corpus.remote_copy import local_copy
 from megatron_lite.corpus.token_files import TYPES, convert
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
+from megatron_lite.data.tokenizing import CHAR
 from megatron_lite.errors import EXIT_DONE, RunError, StorageError, UsageError
 from megatron_lite.run.exit_status import name_missing_package, print_failure
 from megatron_lite.run.host import available_cores
@@ -65,7 +66,7 @@ def read_options(options: argparse.Namespace) -> CorpusOptions:
         raise UsageError("--json_key: no key given; write for example --json_key=text")
     tokenizer = TokenizerChoice(
         options.tokenizer,
-        options.train_tokenizer,
+        CHAR if options.tokenizer == CHAR else options.train_tokenizer,
         options.begin_of_document,
         options.end_of_document,
         options.special_tokens,
@@ -125,8 +126,9 @@ def _add_tokenizer(parser: ScriptParser) -> None:
     choice.add_argument(
         "--tokenizer",
         default="byte",
-        metavar="byte|PATH",
-        help="the built-in byte tokenizer (default), a tokenizer.json, or the folder of a Hugging Face tokenizer",
+        metavar="byte|char|PATH",
+        help="the built-in byte tokenizer (default), the characters of the input, a tokenizer.json, or the folder of a "
+        "Hugging Face tokenizer",
     )
     choice.add_argument(
         "--train_tokenizer",

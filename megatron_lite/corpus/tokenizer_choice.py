@@ -22,6 +22,7 @@ from megatron_lite.data.tokenizing import (
     BYTE,
     CONFIG_NAME,
     JsonTokenizer,
+    character_tokenizer,
     config_beside,
     files_beside,
     tokenizer_json,
@@ -45,7 +46,8 @@ class TokenizerChoice:
     """
 
     name: str = "byte"  # or a path
-    train: int | None = None  # vocabulary size of a tokenizer to train
+    # vocabulary size of a tokenizer to train, or CHAR
+    train: int | str | None = None
     begin: str | None = None
     end: str | None = None
     special_tokens: bool = False
@@ -100,8 +102,9 @@ class TokenizerChoice:
             if not path.is_file():
                 # Faults are counted in the second pass; with `strict` the first one ends this one.
                 texts = whole_texts(files, fields, strict, purpose="reading for the tokenizer")
-                trained = train_tokenizer(texts, self.train, str(path))
-                if trained.vocab_size < self.train:
+                if isinstance(self.train, str):
+                    character_tokenizer(texts, str(path))
+                elif train_tokenizer(texts, self.train, str(path)).vocab_size < self.train:
                     print(
                         f"the texts are too small for a vocabulary of {self.train}", file=sys.stderr
                     )

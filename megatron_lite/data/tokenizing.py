@@ -26,9 +26,10 @@ SMALLEST_VOCABULARY = 257  # bytes and the end of a document
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
 # of a JSON file that is read whole; a tokenizer.json has up to some 40 MB
 LARGEST_OBJECT_BYTES = 2**28
+CHAR = "char"  # names a tokenizer made of the characters of a text
 BYTE = "byte"  # names the byte tokenizer wherever a tokenizer.json may be given
 BYTE_FILE = Path(__file__).with_name("byte_tokenizer.json")
-END_OF_DOCUMENT = "<|endoftext|>"
+END_OF_DOCUMENT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 # Tokens that end a document in common tokenizers, in order of preference.
 END_OF_DOCUMENT_NAMES = (
     END_OF_DOCUMENT,
@@ -248,6 +249,26 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: str) -> JsonTok
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
+    return JsonTokenizer(path)
+
+
+def character_tokenizer(texts: Iterator[str], path: str) -> JsonTokenizer:
+    """Make a token of each character in the texts, in the order of Unicode, after the end of a
+    document and a token for other characters, and write the tokenizer to `path`.
+
+    Raises: StorageError if `path` cannot be written.
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models
+
+    characters = set[str]().union(*texts)
+    vocabulary = [END_OF_DOCUMENT, UNKNOWN, *sorted(characters)]
+    tokens = {token: number for number, token in enumerate(vocabulary)}
+    # no merges: every piece is a character; WordLevel would look up whole texts
+    tokenizer = LibraryTokenizer(models.BPE(tokens, [], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT, UNKNOWN])
     replace_file(Path(path), tokenizer.to_str(pretty=True).encode())
     return JsonTokenizer(path)
 

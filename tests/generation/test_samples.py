@@ -225,7 +225,10 @@ def test_a_sample_that_does_not_fit_is_found_before_training(tmp_path: Path) -> 
 def test_a_prompt_on_the_command_line(tmp_path: Path) -> None:
     """Alone, or before those of a file; it may look like one."""
     values = options(tmp_path)
-    for more, texts in (({}, ["a b.txt", *filter(None, PROMPTS)]), ({"sample_prompts": None}, ["a b.txt"])):
+    for more, texts in (
+        ({}, ["a b.txt", *filter(None, PROMPTS)]),
+        ({"sample_prompts": None}, ["a b.txt"]),
+    ):
         config = tiny_config(**values | {"sample_prompt": "a b.txt"} | more)
         assert [text for text, *_ in load_prompts(config)] == texts
 
