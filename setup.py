@@ -44,7 +44,14 @@ setup(
         "fast": ["fastokens>=0.3.5,<0.4", "isal>=1.7"],
         "chat": ["transformers>=5", "jinja2>=3.1.6"],
         # The first versions whose connections a caller may open.
-        "remote": ["fsspec", "s3fs", "gcsfs", "aiobotocore>=3.10", "aiohttp>=3.12"],
+        "remote": [
+            "fsspec",
+            "s3fs",
+            "gcsfs",
+            "aiobotocore>=3.10",
+            "aiohttp>=3.12",
+            "huggingface_hub",
+        ],
         "tensorboard": ["tensorboard"],
         "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
         "docs": ["mkdocs-material"],

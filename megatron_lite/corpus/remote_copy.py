@@ -23,6 +23,11 @@ from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.remote_storage import Storage, failure
 
 RECORD = "copied.json"  # in a copy's folder: the store's entry for each complete file
+# In the record of a copy from the hub, where no file's name begins so: the path with its commit, and
+# a mark that all files are there.
+PINNED, DONE = "/pinned", "/done"
+# The same weights in formats that no run reads, beside safetensors.
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf")
 PAGES = (".html", ".htm")
 WEB_FOLDER = "of a folder in the web give files, {one,two}.txt, or a pattern, *.txt, if the server lists them"
 
@@ -58,15 +63,20 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
         )
     get_logger().info("asking for %s", address)
     storage = Storage(address, flag)
-    there = storage.path
     folder = Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
-    pattern = re.search(r"[*?\[{]", there)
-    base, _, name = (there[: pattern.start()] if pattern else there.rstrip("/")).rpartition("/")
     try:
         with held(
             folder,
             lambda: get_logger().info("waiting for another process, which copies %s", address),
         ):
+            is_hub = address.startswith("hf://")
+            there = _pinned(storage, folder) if is_hub else storage.path
+            pattern = re.search(r"[*?\[{]", there)
+            begin = there[: pattern.start()] if pattern else there.rstrip("/")
+            base, _, name = begin.rpartition("/")
+            copy = folder if pattern else folder / name
+            if is_hub and _is_complete(folder):
+                return str(copy)
             found = (
                 item for full in expand_braces(there) for item in _found(storage, full).items()
             )
@@ -78,7 +88,11 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
             if not files:
                 fact = "there is no such file or folder, and no pair with this prefix"
                 raise DataError(f"--{flag}={address}: {fact}; {WEB_FOLDER}")
+            if is_hub and any(name.endswith(".safetensors") for name in files):
+                files = {n: told for n, told in files.items() if not n.endswith(OTHER_WEIGHTS)}
             num_bytes = _copy(storage, base, files, folder)
+            if is_hub:
+                _record(folder, DONE, True)
     except RunError:
         raise
     except Exception as error:
@@ -86,7 +100,37 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
     get_logger().info(
         "copied %s to %s: %.1f MB of %d files", address, folder, num_bytes / 1e6, len(files)
     )
-    return str(folder if pattern else folder / name)
+    return str(copy)
+
+
+def _pinned(storage: Storage, folder: Path) -> str:
+    """Return a path on the Hugging Face hub with the commit of its first copy, so that later starts
+    read the same files, whatever was pushed since."""
+    if (pinned := read_object(folder / RECORD).get(PINNED)) is None:
+        from huggingface_hub import HfApi
+
+        place = storage.system.resolve_path(storage.path)
+        api = HfApi(storage.system.endpoint, storage.system.token)
+        found = api.repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision)
+        kind = "" if place.repo_type == "model" else f"{place.repo_type}s/"
+        pinned = f"{kind}{place.repo_id}@{found.sha}/{place.path_in_repo}".rstrip("/")
+        _record(folder, PINNED, pinned)
+    get_logger().info("hf://%s is the commit that this cache keeps", pinned)
+    return str(pinned)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether a copy from the hub has every file, so that it needs no network."""
+    record = read_object(folder / RECORD)
+    files = {folder / name: told for name, told in record.items() if name not in (PINNED, DONE)}
+    return DONE in record and all(
+        path.is_file() and path.stat().st_size == told[0] for path, told in files.items()
+    )
+
+
+def _record(folder: Path, name: str, value: object) -> None:
+    record = read_object(folder / RECORD) | {name: value}
+    replace_file(folder / RECORD, json.dumps(record).encode())
 
 
 def _found(storage: Storage, there: str) -> dict[str, Mapping[str, Any]]:

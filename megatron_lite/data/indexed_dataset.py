@@ -311,8 +311,7 @@ def _open(path: str, prefix: str, is_mask: bool) -> DataFile:
             said = f"{prefix}: no such file, folder or pair (scripts/prepare_data.py writes pairs)"
             if re.fullmatch(r"\w[\w.-]*(/[\w.-]+){1,2}", prefix):  # owner/name/configuration
                 said += (
-                    "; if this is the name of a data set on the hub, download it first (hf download "
-                    f"{'/'.join(prefix.split('/')[:2])} --repo-type dataset --local-dir FOLDER) and give that folder"
+                    f"; if this is the name of a data set on the hub, write hf://datasets/{prefix}"
                 )
         raise DataError(said) from error
     except DataError:

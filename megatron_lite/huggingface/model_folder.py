@@ -80,8 +80,8 @@ def _unreadable(folder: Path, error: OSError) -> str:
         if folder.is_absolute() or len(folder.parts) > 2:  # names on the hub are owner/model
             return "there is no such folder; give one that holds a model"
         return (
-            "there is no such folder; if this is the name of a model on the hub, download it first (hf download "
-            f"{str(folder)[:_SHOWN]} --local-dir FOLDER) and give that folder: nothing is downloaded here"
+            "there is no such folder; if this is the name of a model on the hub, write "
+            f"hf://{str(folder)[:_SHOWN]}, or download it (hf download) and give its folder"
         )
     return f"{reason(error)}; give a folder that can be read"
 

@@ -266,7 +266,7 @@ def test_a_folder_of_which_nothing_would_be_used(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "words"),
     [
-        ("org/name", None, "hf download org/name"),
+        ("org/name", None, "write hf://org/name"),
         ("{folder}/config.json", None, "this is a file"),
         ("{folder}", "distributed", "it holds huggingface weights, not distributed ones"),
         ("{empty}", None, "the folder is empty"),

@@ -113,8 +113,7 @@ def test_a_pair_of_another_name_keeps_its_mask(chats: str, tmp_path: Path) -> No
             and "this loss mask is missing: prepare_data --chat_template" in outcome.output
         )
         assert (
-            "hf download" not in outcome.output
-            and "no such file, folder or pair" not in outcome.output
+            "hf://" not in outcome.output and "no such file, folder or pair" not in outcome.output
         )
 
 
@@ -146,7 +145,7 @@ def test_a_run_needs_a_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("nosuch/dir", "hf download nosuch/dir --repo-type dataset"),
+        ("nosuch/dir", "write hf://datasets/nosuch/dir"),
         ("x.parquet", "(scripts/prepare_data.py writes"),
     ],
 )

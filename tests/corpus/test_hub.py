@@ -1,0 +1,93 @@
+"""hf:// names: the library's own file system against a hub on the loopback device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.corpus.remote_copy import local_copy
+from megatron_lite.errors import DataError
+from tests.support.hub_server import Hub
+from tests.support.launch import TINY, succeed
+
+library = pytest.importorskip("huggingface_hub")
+fsspec_config = pytest.importorskip("fsspec.config")
+TEXTS = {"data/a.txt": b"Once upon a time\n" * 50, "data/b.txt": b"there was\n" * 70, "x": b""}
+MODEL = {"config.json": b"{}", "model.safetensors": b"s", "pytorch_model.bin": b"never read"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    monkeypatch.setitem(fsspec_config.conf, "hf", {"endpoint": server.address})
+    library.HfFileSystem.clear_instance_cache()
+    yield server
+    server.close()
+    library.HfFileSystem.clear_instance_cache()
+
+
+def contents(path: str | Path) -> dict[str, bytes]:
+    files = [file for file in Path(path).rglob("*") if file.is_file()]
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in files
+        if file.name not in ("copied.json", "lock")
+    }
+
+
+def test_folders_patterns_and_models(hub: Hub, tmp_path: Path) -> None:
+    """A model comes without other formats of its weights; a revision may be named."""
+    hub.push("datasets", "me/texts", TEXTS)
+    old = hub.push("models", "me/m", MODEL | {"config.json": b"{1}"})
+    hub.push("models", "me/m", MODEL)
+
+    def copied(address: str) -> dict[str, bytes]:
+        return contents(local_copy(address, "data_path", str(tmp_path)))
+
+    data = {"a.txt": TEXTS["data/a.txt"], "b.txt": TEXTS["data/b.txt"]}
+    assert copied("hf://datasets/me/texts/data") == data
+    assert copied("hf://datasets/me/texts@main/data/*.txt") == data
+    model = {name: MODEL[name] for name in ("config.json", "model.safetensors")}
+    assert copied("hf://me/m") == model
+    assert copied(f"hf://me/m@{old}") == model | {"config.json": b"{1}"}
+
+
+def test_the_first_commit_stays_and_needs_no_network(hub: Hub, tmp_path: Path) -> None:
+    """What is pushed later is not read; another cache takes it. A file that is gone is fetched
+    again, from that commit."""
+    first = hub.push("models", "me/m", MODEL)
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    copy = local_copy("hf://me/m", "pretrained_checkpoint_path", here)
+    assert copy.endswith(f"/m@{first}")
+    hub.push("models", "me/m", MODEL | {"config.json": b"{2}"})
+    Path(copy, "config.json").unlink()
+    assert contents(local_copy("hf://me/m", "data_path", here))["config.json"] == b"{}"
+    assert contents(local_copy("hf://me/m", "data_path", there))["config.json"] == b"{2}"
+    asked = hub.requests
+    assert local_copy("hf://me/m", "data_path", here) == copy and hub.requests == asked
+
+
+def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
+    """Neither a repository nor a file."""
+    hub.push("datasets", "me/texts", TEXTS)
+    for address in ("hf://datasets/me/none", "hf://datasets/me/texts/data/c.txt"):
+        with pytest.raises(DataError, match=f"--data_path={address}: "):
+            local_copy(address, "data_path", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_from_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and texts by name; the second start is offline."""
+    succeed([*TINY, f"--experiment_dir={tmp_path}/r", "--export_interval=1"])
+    export = next((tmp_path / "r" / "export").iterdir())
+    hub.push("models", "me/m", contents(export))
+    hub.push("datasets", "me/texts", TEXTS)
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    flags = "--data_path=hf://datasets/me/texts/data --tokenizer_file=byte --train_iters=2 --sequence_length=16"
+    command = [*flags.split(), "--pretrained_checkpoint_path=hf://me/m", "--device=cpu"]
+    command += ["--split=1", f"--dataset_cache={tmp_path}/cache", "--resize_vocabulary=mean"]
+    command += ["--vocab_size=257"]
+    succeed([*command, f"--experiment_dir={tmp_path}/one"])
+    assert (asked := hub.requests)
+    succeed([*command, f"--experiment_dir={tmp_path}/two"])
+    assert hub.requests == asked
