@@ -32,6 +32,8 @@ class WeightShard:
     master: Tensor | None
     rounded: Tensor | None = None  # a slice of the weight buffer
     remainder: Tensor | None = None  # int16
+    # without a remainder: of a run that evaluates what a split shard has trained
+    rounds_half_up: bool = False
 
     @classmethod
     def split_into(cls, rounded: Tensor) -> WeightShard:
@@ -64,7 +66,7 @@ class WeightShard:
         if self.rounded is None:
             return
         if self.remainder is None:
-            self.rounded[bounds].copy_(values)
+            self._round(values, self.rounded[bounds])
             return
         rounded, remainder = self.rounded[bounds], self.remainder[bounds]
         for chunk in chunk_bounds(values):
@@ -78,7 +80,15 @@ class WeightShard:
             and self.master is not None
             and weights.data_ptr() != self.master.data_ptr()
         ):
-            weights.copy_(self.master)
+            self._round(self.master, weights)
+
+    def _round(self, values: Tensor, weights: Tensor) -> None:
+        """Write fp32 values (n,) to weights in the training dtype."""
+        if not self.rounds_half_up:
+            weights.copy_(values)
+            return
+        for chunk in chunk_bounds(values):
+            weights[chunk].view(torch.int16).copy_(_half_up(_bits(values[chunk])))
 
 
 def chunk_bounds(tensor: Tensor, first: int = 0, end: int | None = None) -> Iterator[slice]:
@@ -97,11 +107,19 @@ def split(values: Tensor, rounded: Tensor, remainder: Tensor) -> None:
     A NaN with all payload bits set (a GPU's default) would overflow to zero, so all NaNs become the
     same one.
     """
-    bits = torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
-    # arithmetic: the remainder lies in [-0x8000, 0x7fff]
-    high = bits.add(0x8000).bitwise_right_shift_(16)
+    bits = _bits(values)
+    high = _half_up(bits)
     rounded.view(torch.int16).copy_(high)
     remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
+
+
+def _half_up(bits: Tensor) -> Tensor:
+    """Return the upper halves of fp32 bits, (n,) in int32; what is left is in [-0x8000, 0x7fff]."""
+    return bits.add(0x8000).bitwise_right_shift_(16)
 
 
 def weights_of(stored: Sequence[Tensor]) -> Tensor:

@@ -50,6 +50,7 @@ class Precision:
     gradients: torch.dtype
     frozen_weights: torch.dtype  # shards of frozen parameters
     split_master: bool = False  # store trainable fp32 weights as bf16 weights and remainders
+    rounds_half_up: bool = False  # round trainable fp32 weights as split ones are
 
 
 class BufferRange(NamedTuple):
@@ -134,6 +135,7 @@ class FlatShard:
             self.weights = WeightShard(
                 self._zeros(self.dtype), self._own_weights if weights.is_owned else None
             )
+            self.weights.rounds_half_up = precision.rounds_half_up and not self.frozen
         self.moments = {
             name: self._zeros(torch.float32, self.numel(name)) for name in self._moments
         }

@@ -64,6 +64,7 @@ class MultiStage:
             if config.store_frozen_weights_in_optimization_precision
             else dtype,
             split_master=config.split_master_weights and training,
+            rounds_half_up=config.split_master_weights and not training,
         )
         assert config.layers_per_stage != "auto", "resolved before"
         self.split = split_into_stages(len(layers) - 2, config.layers_per_stage)

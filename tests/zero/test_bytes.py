@@ -309,6 +309,17 @@ def test_a_split_weight_is_the_master_rounded_half_up_in_magnitude() -> None:
     assert torch.equal(weights[infinite].float(), values[infinite])
 
 
+def test_a_run_that_only_evaluates_rounds_as_the_split_shard_did() -> None:
+    """Written while a checkpoint is loaded, or when the weights are gathered."""
+    values = bit_patterns().view(torch.float32)
+    weights, _ = split(values)
+    loaded, gathered = torch.zeros(2, *values.shape, dtype=torch.bfloat16)
+    WeightShard(values, loaded, rounds_half_up=True).write(values)
+    WeightShard(values, rounds_half_up=True).round_into(gathered)
+    for rounded in (loaded, gathered):
+        assert torch.equal(rounded.view(torch.int16), weights.view(torch.int16))
+
+
 def test_parts_of_a_split_shard_are_read_and_written() -> None:
     generator = torch.Generator().manual_seed(1)
     values, others = torch.randn(2, 1000, generator=generator)
