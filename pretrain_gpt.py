@@ -26,10 +26,9 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
 
     launcher: ends this process if torchrun dies.
     """
+    from megatron_lite.cli.checks import resolved
     from megatron_lite.cli.parse import HelpRequested, folder_of, parse
-    from megatron_lite.cli.recorded_run import LENGTHS
-    from megatron_lite.errors import EXIT_DONE, RunError, UsageError
-    from megatron_lite.huggingface.architectures import check_exports
+    from megatron_lite.errors import EXIT_DONE, RunError
     from megatron_lite.run import exit_status
     from megatron_lite.run.host import prepare_libraries
     from megatron_lite.run.launch import (
@@ -39,8 +38,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         slurm_variables,
     )
     from megatron_lite.run.secrets import without_secrets
-    from megatron_lite.validation import planned_world_size, resolve
-    from megatron_lite.validation.sizes import check_passes
+    from megatron_lite.validation import planned_world_size
 
     experiment_dir = None
     try:
@@ -48,15 +46,7 @@ def main(argv: list[str], launcher: LauncherWatch | None = None) -> int:
         arguments = parse(argv)
         experiment_dir = folder_of(arguments.config)
         world_size = planned_world_size(arguments.config, launch_world_size())
-        config = resolve(arguments.config, world_size, nodes=0)
-        lengths = [f"--{name}" for name in LENGTHS if arguments.given.get(name) is not None]
-        if len(lengths) > 1 or not (lengths or config.distributed.dry_run):
-            typed = " and ".join(lengths) or "--train_iters is missing"
-            raise UsageError(
-                f"{typed}: write one of --train_iters (0: train nothing), --train_tokens and --epochs"
-            )
-        check_passes(config)
-        check_exports(config)
+        config = resolved(arguments, world_size)
         if config.distributed.dry_run:
             from megatron_lite.planner.report import dry_run
 

@@ -19,7 +19,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
-    package_data={"megatron_lite": ["**/*.css", "**/*.js", "**/*.json", "**/*.txt", "**/*.jinja"]},
+    package_data={
+        "megatron_lite": [
+            "*.pyi",
+            "py.typed",
+            "**/*.css",
+            "**/*.js",
+            "**/*.json",
+            "**/*.txt",
+            "**/*.jinja",
+        ]
+    },
     py_modules=["pretrain_gpt"],
     entry_points={
         "console_scripts": [

@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 # Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
 # feature that needs more raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 326_018
+MAXIMUM_PACKAGE_TOKENS = 329_430
 MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
@@ -30,7 +30,7 @@ MAXIMUM_STEP_CHANGES = 400
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module
 # imports its own room and those on lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("commands", "pretrain"),
+    ("commands", "notebook", "pretrain"),
     ("setup_run", "train"),
     ("outputs",),
     ("cli", "generation", "planner"),
@@ -67,6 +67,7 @@ TOOLS = ("cli", "commands", "corpus", "generation", "planner", "reports", "setup
 READS_ENVIRONMENT = {
     "distributed/startup.py",
     "run/launch.py",
+    "run/run_process.py",
     "run/launcher_watch.py",
     "run/host.py",
     "run/remote_storage.py",

@@ -20,7 +20,8 @@ way, and predicts every token except the first exactly once.
 
 `loss` is the mean over predicted tokens in nats. Bits per byte is the sum of their losses in bits,
 divided by the UTF-8 bytes of their text; special tokens such as the end of a document cost bits and
-have no bytes. It needs a tokenizer, from the model's folder or --tokenizer_file.
+have no bytes. It needs a tokenizer, from the model's folder or --tokenizer_file. --per_token first prints
+every predicted token with its loss.
 
 Exit codes: 0 done, 2 usage, 3 data, 4 model, 5 numerics, 7 memory.
 """
@@ -78,8 +79,15 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
         default=1,
         help="as in training (default: 1)",
     )
+    add(
+        "--per_token",
+        action="store_true",
+        help="first print each predicted token with its loss and id, a line each; for one model",
+    )
     add("--json", action="store_true", help="print a JSON object per model, each on a line")
     options = parser.parse_args(arguments)
+    if options.per_token and len(options.model) > 1:
+        parser.error("argument --per_token: give one --model")
     for name in options.text or ():
         if Path((prefix := re.sub(r"\.(bin|idx)$", "", name)) + ".idx").exists():
             parser.error(

@@ -23,7 +23,7 @@ from megatron_lite.data.host_batch import micro_batch
 from megatron_lite.data.loader import DataSource
 from megatron_lite.data.open_data import open_data, prefixes
 from megatron_lite.data.tokenizing import JsonTokenizer, Tokenizer
-from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError
+from megatron_lite.errors import EXIT_DONE, DataError, NumericsError, UsageError, spelled
 from megatron_lite.generation.model import (
     LocalModel,
     Totals,
@@ -33,7 +33,7 @@ from megatron_lite.generation.model import (
     load_model,
     text_batches,
 )
-from megatron_lite.generation.prompts import open_tokenizer
+from megatron_lite.generation.prompts import open_tokenizer, token_text
 from megatron_lite.monitor.logging import get_logger
 from megatron_lite.run.exit_status import print_failure, print_page
 from megatron_lite.run.progress_line import ProgressLine, aligned, printed
@@ -95,6 +95,15 @@ def find_tokenizer(options: argparse.Namespace, folder: Path) -> Tokenizer | Non
     return None
 
 
+def print_token(
+    tokenizer: Tokenizer | None, as_json: bool, before: int, token: int, loss: float
+) -> None:
+    """Print the loss of a token on a line; without a tokenizer, a token has no text."""
+    text = None if tokenizer is None else token_text(tokenizer, before, token)
+    words = f"{loss:9.4f}  {token:6}" + ("" if text is None else f'  "{spelled(text)}"')
+    print_page(json.dumps({"token": text, "id": token, "loss": loss}) if as_json else words)
+
+
 def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> JsonObject:
     """Evaluate one model and return the record. library: that tokenizes --text, see
     `TokenizerChoice`.
@@ -132,13 +141,15 @@ def result(options: argparse.Namespace, folder: Path, library: str = "auto") -> 
             for host_batch in host_batches
         )
     bytes_of = None if tokenizer is None else tokenizer.token_bytes()
+    each = partial(print_token, tokenizer, options.json) if options.per_token else None
     try:
-        with ProgressLine() as progress:
+        with ProgressLine(shown=not options.per_token) as progress:
             totals = evaluate(
                 model,
                 micro_batches,
                 bytes_of,
                 lambda totals: progress.update(partial(so_far, totals)),
+                each,
             )
     except UnfitError as reason:
         print(f"{reason}: reading all texts anew with tokenizers", file=sys.stderr)
@@ -213,7 +224,9 @@ def print_losses(options: argparse.Namespace) -> int:
         )
         with tempfile.TemporaryDirectory() as options.cache:
             for folder in options.model:
-                records.append(again(partial(result, options, folder)))
+                # of fastokens, some texts are read anew, when tokens have been printed
+                library = "tokenizers" if options.per_token else "auto"
+                records.append(again(partial(result, options, folder, library)))
     except Exception as error:
         code = print_failure(
             error, "write a smaller --micro_batch_size or --sequence_length, or --dtype=bf16"

@@ -32,8 +32,9 @@ from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import WeightSource, fill
 from megatron_lite.kernels.attention.choice import Work, choose_attention
 from megatron_lite.kernels.choice import REFERENCES, failure
+from megatron_lite.model.embedding_and_head import Head
 from megatron_lite.model.gpt import build_gpt, shapes_of
-from megatron_lite.model.layer import MicroBatch
+from megatron_lite.model.layer import MASKED, Layer, MicroBatch
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.host import useful_threads
 from megatron_lite.run.launch import requested_threads, thread_limit
@@ -96,11 +97,30 @@ class LocalModel:
     def run(self, micro_batch: MicroBatch) -> Tensor:
         """Return the summed loss of the labels, (), or, with a cache, the logits (t, v) that it
         asks for."""
+        return self._through(self.layers, micro_batch)
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits after each token, (b, s, v)."""
+        *layers, head = self.layers
+        assert isinstance(head, Head)
+        return head.logits(self._through(layers, micro_batch))
+
+    def token_losses(self, micro_batch: MicroBatch) -> Tensor:
+        """Return -ln p of each label, (b, s), in fp32; 0 where it is masked. All logits are held at
+        a time."""
+        logits, labels = self.logits(micro_batch).float(), micro_batch.labels
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="none"
+        )
+        return losses.view_as(labels)
+
+    def _through(self, layers: Sequence[Layer], micro_batch: MicroBatch) -> Tensor:
         if self.device.type == "cpu" and requested_threads() is None:
             work = (micro_batch.tokens.numel() + READING) * self.config.hidden_size**2
             torch.set_num_threads(min(self._most_threads, useful_threads(work)))
         hidden: Tensor | None = None
-        for layer in self.layers:
+        for layer in layers:
             hidden = layer(hidden, micro_batch)
         assert hidden is not None
         return hidden
@@ -197,19 +217,27 @@ def evaluate(
     micro_batches: Iterable[MicroBatch],
     token_bytes: NDArray[np.int64] | None,
     progress: Callable[[Totals], None] = lambda totals: None,
+    each: Callable[[int, int, float], None] | None = None,
 ) -> Totals:
     """Predict every label that is not masked, one micro-batch at a time.
 
     token_bytes: the tokenizer's, or None; tokens beyond it have no bytes. progress: called after
-    each micro-batch.
+    each micro-batch. each: called with the token before each label, the label and its loss.
 
     Raises:
         DataError: if there is nothing to predict.
     """
     totals = Totals(bytes=None if token_bytes is None else 0)
     for batch in micro_batches:
-        labels = batch.labels[batch.labels >= 0].cpu().numpy()
-        totals.nats += float(model.run(batch))
+        counts = batch.labels >= 0
+        labels = batch.labels[counts].cpu().numpy()
+        if each is None:
+            totals.nats += float(model.run(batch))
+        else:
+            losses = model.token_losses(batch)[counts].tolist()
+            totals.nats += math.fsum(losses)
+            for row in zip(batch.tokens[counts].tolist(), labels.tolist(), losses, strict=True):
+                each(*row)
         totals.tokens += labels.size
         if token_bytes is not None and totals.bytes is not None:
             totals.bytes += int(token_bytes[labels[labels < len(token_bytes)]].sum())

@@ -161,6 +161,14 @@ def _begun(stop: str, text: str) -> int:
     return next(size for size in range(len(stop), -1, -1) if text.endswith(stop[:size]))
 
 
+def token_text(tokenizer: Tokenizer, before: int, token: int) -> str:
+    """Return what a token adds to a text after another token; its name in the vocabulary if that is
+    a part of a character."""
+    both, alone = (tokenizer.decode(ids, with_end=True) for ids in ([before, token], [before]))
+    text = both[len(alone) :] if both.startswith(alone) else tokenizer.decode([token], True)
+    return text if "\ufffd" not in text else str(tokenizer.library.id_to_token(token))
+
+
 def numbered(prompts: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Pair each prompt with the number of equal prompts before it.
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lite.checkpoint.rotation import again
 from megatron_lite.corpus.conversations import Messages, find_template
 from megatron_lite.data.disk_array import reading
+from megatron_lite.data.tokenizing import Tokenizer
 from megatron_lite.errors import EXIT_DONE
 from megatron_lite.generation.continuation import (
     Limits,
@@ -22,7 +23,7 @@ from megatron_lite.generation.continuation import (
     TokenSampler,
     continue_texts,
 )
-from megatron_lite.generation.model import choose_device, load_model
+from megatron_lite.generation.model import LocalModel, choose_device, load_model
 from megatron_lite.generation.prompts import (
     Continuations,
     as_json,
@@ -95,20 +96,17 @@ class Page:
 
 
 class Writer:
-    """A model that continues prompts or, with --chat, answers messages.
+    """A model that continues `rows` prompts at a time or, with --chat, answers messages.
 
-    Raises: RunError if the model, the tokenizer or its chat template cannot be used.
+    Raises: RunError if the chat template of the tokenizer cannot be used.
     """
 
-    def __init__(self, options: argparse.Namespace, gpu_batch_size: int) -> None:
-        self._options, self._device = options, choose_device(options.device)
-        self._rows = options.batch_size or (1 if self._device.type == "cpu" else gpu_batch_size)
-        # The user writes the prompts, so special tokens spelled out in them are intended.
-        self._tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
-        self._chat = find_template(self._tokenizer.path) if options.chat else None
-        self.model = load_model(
-            options.model, options.sequence_length, options.dtype, self._device, options.weights
-        )
+    def __init__(
+        self, options: argparse.Namespace, model: LocalModel, tokenizer: Tokenizer, rows: int = 1
+    ) -> None:
+        self._options, self._rows = options, rows
+        self.model, self._tokenizer = model, tokenizer
+        self._chat = find_template(tokenizer.path) if options.chat else None
         end_of_turn = self._chat.turn_end() if self._chat else ""
         self._continuations = Continuations(
             self._tokenizer, [*options.stop, *filter(None, [end_of_turn])]
@@ -155,7 +153,7 @@ class Writer:
         anew = model.config.longrope_length
         limits = Limits(options.max_new_tokens, model.longest, self._ends, stopped, anew)
         for _ in continue_texts(
-            model.run, self._device, texts, limits, self._rows, backend=model.prompt_attention()
+            model.run, model.device, texts, limits, self._rows, backend=model.prompt_attention()
         ):
             while shown < len(texts) and texts[shown].finish is not None:
                 yield prompts[shown], texts[shown], self._continuations.text(texts[shown])
@@ -169,6 +167,21 @@ class Writer:
             ((_, text, answer),) = self.continued([message], grows, said)
             said += [_message("user", message), _message("assistant", answer)]
             yield message, text, answer
+
+
+def open_writer(options: argparse.Namespace, gpu_batch_size: int) -> Writer:
+    """Load the model and the tokenizer that options name.
+
+    Raises: RunError if one of them cannot be used.
+    """
+    device = choose_device(options.device)
+    # The user writes the prompts, so special tokens spelled out in them are intended.
+    tokenizer = open_tokenizer(options.model, options.tokenizer_file, special_tokens=True)
+    model = load_model(
+        options.model, options.sequence_length, options.dtype, device, options.weights
+    )
+    rows = options.batch_size or (1 if device.type == "cpu" else gpu_batch_size)
+    return Writer(options, model, tokenizer, rows)
 
 
 def _message(role: str, content: str) -> Mapping[str, Any]:
@@ -191,7 +204,7 @@ def print_texts(options: argparse.Namespace, gpu_batch_size: int) -> int:
             page.grow(lambda: words(prompt, continuation()))
 
     try:
-        prompts, writer = all_prompts(options), again(lambda: Writer(options, gpu_batch_size))
+        prompts, writer = all_prompts(options), again(lambda: open_writer(options, gpu_batch_size))
         found = writer.continued(prompts, grows) if prompts else writer.conversed(typed(), grows)
         for prompt, text, continuation in found:
             if options.json_lines:

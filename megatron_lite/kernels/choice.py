@@ -63,7 +63,7 @@ class Kernels:
 
 
 # The torch references, which run on any device.
-REFERENCES = Kernels()
+REFERENCES: Kernels = Kernels()
 
 
 def agree_on_kernels(config: Config, distributed: Distributed) -> Kernels:

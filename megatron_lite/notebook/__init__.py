@@ -1,0 +1,2 @@
+"""Train and look at models from Python, as in a notebook: errors are exceptions, and nothing stays
+behind in the process."""
