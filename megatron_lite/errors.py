@@ -23,6 +23,7 @@ SCRIPTS = (
     "report_run",
     "plot_run",
     "compare_runs",
+    "sweep",
 )
 LONGEST_WORD = 1000  # characters shown in a message
 EXIT_DONE = 0

@@ -23,11 +23,10 @@ from megatron_lite.config import JsonObject
 from megatron_lite.config.values import written
 from megatron_lite.errors import UsageError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
-from megatron_lite.run.run_process import RunProcess
+from megatron_lite.run.run_process import LONGEST_ERROR, RunProcess
 from megatron_lite.validation import planned_world_size
 
 LOOK_S = 0.05  # between looks for output
-LONGEST_ERROR = 10_000  # characters at the end of the output in which an error is looked for
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,8 @@ def _checked(words: list[str], ranks: int) -> Path:
         arguments = parse(words)
     except HelpRequested as page:
         raise UsageError(f"train() trains; for help, type pretrain_gpt --help:\n{page}") from None
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: write a number of at least 1")
     resolved(arguments, planned_world_size(arguments.config, ranks))
     if (folder := arguments.config.run.experiment_dir) is None:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Run training in a process of its own, started as from a command line, and tell how it ended.
 
 Whatever training does to its process (signal handlers, threads that end it, process groups) happens
-there. Imports no torch.
+there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,18 @@ from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError
 from megatron_lite.run.exit_status import CHECKOUT, EXIT_FILE
 
 TIED = Path(__file__).with_name("tied_process.py")
+
+
+LONGEST_ERROR = 10_000  # characters at the end of the output in which an error is looked for
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that runs may use, in the words of CUDA_VISIBLE_DEVICES; imports torch."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [*map(str, range(count))]
 
 
 def program(ranks: int) -> list[str]:

@@ -93,6 +93,9 @@ def test_texts_and_losses_are_those_of_the_commands(
     assert evaluate.main([*evaluated, "--per_token"]) == 0
     first = capsys.readouterr().out.splitlines()[0].split()
     assert first == [f"{losses[0]:.4f}", str(ord("o")), '"o"']
+    with pytest.raises(SystemExit):
+        evaluate.main([*evaluated, "--per_token", "--model", str(folder), str(folder)])
+    assert "argument --per_token: give one --model" in capsys.readouterr().err
 
 
 def test_errors_are_exceptions_and_threads_stay(model: megatron_lite.Model, folder: Path) -> None:

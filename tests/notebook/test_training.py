@@ -100,6 +100,8 @@ def test_errors_are_those_of_the_command(
         with pytest.raises(UsageError) as raised:
             megatron_lite.train(**{**OPTIONS, "experiment_dir": tmp_path / "run", **options})
         assert said in str(raised.value) and capsys.readouterr().out == ""
+    with pytest.raises(UsageError, match="ranks=0: write"):
+        megatron_lite.train(**OPTIONS, experiment_dir=tmp_path / "run", ranks=0)
     with pytest.raises(UsageError, match="usage: "):
         megatron_lite.train("--help")
     missing = {"dataset_source": "list", "data_path": [str(tmp_path / "none"), "x"]}
