@@ -118,7 +118,6 @@ SOURCES = [*MODULES, *PROGRAMS]
 
 
 @functools.cache
-@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"), str(path))
 

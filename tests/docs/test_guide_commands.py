@@ -56,7 +56,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with data and a trained model under the names that the guides use."""
     tmp_path = documents.make_checkout(tmp_path_factory.mktemp("guides"))
     texts = [
-        {"text": f"Once upon a time there were {number} models. " * 40} for number in range(100)
+        {"text": f"Once upon a time there were {number} models. " * 20} for number in range(20)
     ]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (tmp_path / "held_out").mkdir()

@@ -21,7 +21,7 @@ from megatron_lite.huggingface.config_file import (
 from megatron_lite.huggingface.model_folder import resolved_model
 from megatron_lite.huggingface.rope_keys import ROPE_OPTIONS
 from megatron_lite.model.rotary import attention_factor, rotary_frequencies
-from tests.support.families import FAMILIES, make_config
+from tests.support.families import FAMILIES, FIRST_BY_DEFAULT, make_config
 from tests.support.folder_checks import our_config, resolved_config
 from tests.support.public_configs import BIGCODE, PUBLIC, SIZES, public_config
 
@@ -431,7 +431,7 @@ def test_second_names_of_keys() -> None:
     )
 
 
-@families
+@pytest.mark.parametrize("family", FIRST_BY_DEFAULT)
 def test_damaged_values_never_end_in_anything_but_a_checkpoint_error(family: str) -> None:
     """Whatever stands behind a key, of the rotary parameters too: values, or one error that names
     the file."""

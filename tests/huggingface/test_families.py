@@ -23,6 +23,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.validation import resolve
 from tests.support.families import (
     FAMILIES,
+    FIRST_BY_DEFAULT,
     SEQUENCE_LENGTH,
     load_model,
     logits_of,
@@ -116,15 +117,9 @@ def oracle(folder: Path, argv: list[str]) -> tuple[list[float], dict[str, Tensor
     return losses, model.state_dict()
 
 
-# By default the first of each architecture; texts of all of them are compared in
-# tests/generation/test_cache.py.
-FIRST = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in FAMILIES],
-)
+# Gradients of all families are compared in test_weight_map.py, configurations both ways in
+# test_architectures.py.
+@pytest.mark.parametrize("name", FIRST_BY_DEFAULT)
 def test_training_equals_transformers(name: str, tmp_path: Path) -> None:
     """Five updates from an imported folder: losses to 1e-6 relative, exported weights to 1e-6, a
     thousandth of an update. Nothing balances the loads of experts, as in transformers here."""
@@ -145,7 +140,7 @@ def test_training_equals_transformers(name: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FIRST_BY_DEFAULT)
 def test_an_import_is_exported_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Nothing trained: transformers reloads the very tensors and the same architecture."""
     folder = write_folder(name, tmp_path / "model")

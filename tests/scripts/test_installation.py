@@ -91,10 +91,10 @@ def test_archives_are_complete(fresh: Path) -> None:
     }
 
 
-@pytest.mark.guides
+@pytest.mark.slow
 def test_commands_work_in_any_folder(fresh: Path, tmp_path: Path) -> None:
-    """The installed commands start away from the checkout; a slow test and the smoke test of CI use
-    them all."""
+    """The installed commands start away from the checkout; by default, CI's smoke test uses them
+    all."""
     programs = fresh / "environment" / "bin"
     found = call(
         programs / "python",

@@ -135,10 +135,9 @@ def forget_gradients() -> None:
 
 
 def test_a_planted_mistake_is_reduced_to_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 5, the first parameter and step, and a command with two flags of four."""
-    options = "--training_dtype=bf16"
-    layout = "--tensor_parallel=2 --sequence_tensor_parallel=1 --zero_stage=2"
-    words = ["--ranks=2", f"--case={options} {layout}", "--then=3"]
+    """Exit 5, the first parameter and step, and a command with two flags of three."""
+    case = "--training_dtype=bf16 --tensor_parallel=2 --sequence_tensor_parallel=1"
+    words = ["--ranks=2", f"--case={case}", "--then=3"]
     assert prove_layouts.main(words, forget_gradients) == 5
     output = capsys.readouterr()
     assert (

@@ -10,6 +10,7 @@ family has a tied and an untied head where it can.
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -296,6 +297,12 @@ FAMILIES |= {
     | dict(n_routed_experts=5, first_k_dense_replace=0, norm_topk_prob=False)
     | dict(attention_bias=True, tie_word_embeddings=True, num_hidden_layers=2),
 }
+
+# For tests of one case a family: by default the first of each architecture.
+FIRST = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
+FIRST_BY_DEFAULT = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in FAMILIES
+]
 
 
 def make_config(name: str, **changes: Any) -> Any:

@@ -15,7 +15,7 @@ from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.token_files import save_byte_tokenizer
 
 TIMES = ("time", "_ms", "_s", "per_sec", "tflops", "mfu", "remaining", "mib", "run")
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 def options(folder: Path, ranks: int, pipeline: int) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def train_until(distributed: Distributed, folder: str, stop: int | None) -> None
 
 @functools.cache
 def written() -> dict[str, dict[str, Any]]:
-    """Return what the runs leave: one of 2 ranks, and one of 4 ranks (P = 2), 2, and 4 again."""
+    """Return what the runs leave: one of 2 ranks, and one of 2 ranks, then 4 (P = 2)."""
     found = {}
-    for name, starts in (("one", [1]), ("pipeline", [2, 1, 2])):
+    for name, starts in (("one", [1]), ("pipeline", [1, 2])):
         with tempfile.TemporaryDirectory() as directory:
             folder = Path(directory)
             save_byte_tokenizer(str(folder / "tokenizer.json"))
@@ -127,17 +127,14 @@ def contents(root: Path) -> dict[str, Any]:
 
 def test_a_run_that_changes_its_pipeline_writes_the_bits_of_one_that_does_not() -> None:
     """Metrics, validations of weights and averages, statistics, tensor logs, samples and exports,
-    over two resumes.
-
-    The pipeline ranks are neighbours, and the next start has half as many ranks.
-    """
+    over a resume with twice as many ranks; pipeline ranks are neighbours."""
     one, pipeline = written()["one"], written()["pipeline"]
     assert (
         len(one["metrics"]) == 3 * ITERATIONS
-        and len(one["watch"]) == 3
-        and len(one["samples"]) == 3
+        and len(one["watch"]) == ITERATIONS
+        and len(one["samples"]) == ITERATIONS
     )
-    assert len(one["exports"]) >= 9 and len(one["tensor logs"]) > 150
+    assert len(one["exports"]) >= 6 and len(one["tensor logs"]) > 150
     for kind in ("metrics", "watch", "samples", "exports", "tensor logs"):
         assert pipeline[kind] == one[kind], kind
     assert_same(pipeline["checkpoint"], one["checkpoint"])

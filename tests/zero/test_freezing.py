@@ -48,6 +48,10 @@ FREEZING: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"lr_scales": ("blocks:0.25", "blocks.1:3", "*.bias:0.5", "embedding:0")},
         ("embedding.",),
     ),
+    "only a norm, faster": (
+        {"lr_scales": ("*:0", "blocks.1.attention_norm:3")},
+        ("embedding.", "blocks.0.", "blocks.1.attention.", "blocks.1.mlp", "blocks.2.", "head."),
+    ),
 }
 
 
