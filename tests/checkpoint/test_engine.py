@@ -196,7 +196,7 @@ CASES = {
 }
 AVERAGES = "averages, mixed, low precision, zero 3"
 LION = "lion, split, mixed, low precision, zero 2"
-ALWAYS = (AVERAGES, LION, "muon, two stages of blocks, zero 3", "averages, tensor-parallel")
+ALWAYS = (AVERAGES, "muon, two stages of blocks, zero 3", "averages, tensor-parallel")
 
 Trained = Callable[[str], Path]
 

@@ -199,8 +199,10 @@ def test_losses_are_close_to_those_without_8_bits(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "more",
-    [{"tensor_parallel": 2}, {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble_v"}],
-    ids=["tensor", "pipeline"],
+    [
+        pytest.param({"tensor_parallel": 2}, id="tensor", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble_v"}, id="pipeline"),
+    ],
 )
 def test_ranks_that_share_layers_and_pipelines(more: dict[str, Any], tmp_path: Path) -> None:
     """As one rank: with the scales of whole weights, and weight gradients computed later."""

@@ -31,10 +31,14 @@ def resized(folder: Path, tokens: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [("gpt2", {}), ("qwen2, yarn", {"tensor_parallel": 2}), ("qwen3", {"zero_stage": 3})],
+    ("family", "layout", "how"),
+    [
+        ("gpt2", {}, "mean"),
+        ("gpt2", {}, "random"),
+        ("qwen2, yarn", {"tensor_parallel": 2}, "mean"),
+        ("qwen3", {"zero_stage": 3}, "random"),
+    ],
 )
-@pytest.mark.parametrize("how", ["mean", "random"])
 @pytest.mark.filterwarnings("ignore")
 def test_rows_of_new_tokens(family: str, layout: dict[str, Any], how: str, tmp_path: Path) -> None:
     """As transformers adds them, on any layout; what was there is the same."""

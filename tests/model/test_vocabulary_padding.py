@@ -83,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_padding_changes_no_training(ranks: int) -> None:
     """Losses and weights are those without it, to rounding; its own weights, gradients and moments
     stay zero.

@@ -158,7 +158,7 @@ def all_logged(artifacts: Path, rank: int) -> dict[str, TensorEntry]:
     }
 
 
-@pytest.mark.parametrize("layout", ["2", "4"])
+@pytest.mark.parametrize("layout", [pytest.param("2", marks=pytest.mark.slow), "4"])
 def test_global_logs_are_those_of_data_parallel_ranks(layout: str) -> None:
     """Whole parameters, their gradients, hidden states of all tokens and theirs: initial weights to
     the bit."""

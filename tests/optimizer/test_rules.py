@@ -159,7 +159,7 @@ def outcomes(distributed: Distributed, options: Options) -> list[Outcome]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(case, marks=[pytest.mark.slow] if i > 1 else [])
+        pytest.param(case, marks=[pytest.mark.slow] if i else [])
         for i, case in enumerate(OPTIMIZERS)
     ],
     ids=str,
@@ -211,8 +211,11 @@ FORMS: list[Options] = [
 @pytest.mark.parametrize(
     ("optimizer", "forms"),
     [
-        *(("lion", FORMS), ("muon", FORMS[2:]), ("sgd", FORMS[2:])),
-        *(pytest.param(name, FORMS[:2], marks=pytest.mark.slow) for name in ("muon", "sgd")),
+        *(("lion", FORMS), ("sgd", FORMS[2:])),
+        *(
+            pytest.param(name, forms, marks=pytest.mark.slow)
+            for name, forms in (("muon", FORMS), ("sgd", FORMS[:2]))
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} forms",
 )

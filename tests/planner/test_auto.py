@@ -39,7 +39,7 @@ def needed(config: Config, ranks: int) -> list[int]:
     return [plan.needed_bytes() for plan in plans]
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 128])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow), 128])
 def test_the_lowest_stage_that_fits(ranks: int) -> None:
     """A device that just holds the memory of a stage gets that stage; a smaller device gets the
     next one."""

@@ -49,7 +49,7 @@ def configured(schedule: str, placement: str, ranks: int = 2, **options: Any) ->
     some(
         [*((*way, way[1] == "v") for way in WAYS), *((*way, True) for way in WAYS[2:4])],
         (0, 1),
-        each=2,
+        each=3,
     ),
     ids=str,
 )

@@ -64,7 +64,7 @@ def too_little(drawn: Drawn) -> int:
     return int(beside + LESS * (needed - beside))
 
 
-@pytest.mark.parametrize("drawn", some([*DRAWN, *SHARED], each=11))
+@pytest.mark.parametrize("drawn", some([*DRAWN, *SHARED], each=16))
 def test_the_printed_flags_fit(drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
     """On a device with too little memory for the run as drawn, or with just enough, the plan of the
     printed flags fits, trains the same model on the same batch, and is what a dry run of them

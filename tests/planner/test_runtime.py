@@ -50,12 +50,15 @@ SMALL |= dict(
             normalization_type="layer_norm",
             use_rotary_embeddings=False,
         ),
-        dict(
-            full_precision_residual=True,
-            qk_layernorm=True,
-            training_dtype="fp32",
-            batch_size=2,
-            micro_batch_size=2,
+        pytest.param(
+            dict(
+                full_precision_residual=True,
+                qk_layernorm=True,
+                training_dtype="fp32",
+                batch_size=2,
+                micro_batch_size=2,
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,

@@ -289,7 +289,7 @@ def test_a_command_is_shrunk_with_its_options_and_layout() -> None:
 @pytest.mark.parametrize(
     "preset",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (place % 8 > 0))
+        pytest.param(name, marks=[pytest.mark.slow] * (place % 16 > 0))
         for place, name in enumerate(PRESETS)
     ],
 )

@@ -162,19 +162,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def plain_loop(
-    options: dict[str, Any], initial: dict[str, np.ndarray], scales: dict[str, float] | None = None
+    options: dict[str, Any], initial: dict[str, np.ndarray]
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return losses and final weights of the oracle from the given initial weights.
-
-    `scales`: beginning of a name -> factor of the learning rate; 0 takes the gradient away
-    altogether.
-    """
+    """Return losses and final weights of the oracle from the given initial weights."""
     config = tiny_config(**options)
     model = PlainGPT(config.model)
     model.load(initial)
-    update = plain_adamw(
-        model, config.optimizer, {name: scale_of(name, scales or {}) for name in initial}
-    )
+    update = plain_adamw(model, config.optimizer, dict.fromkeys(initial, 1.0))
     losses = []
     batches = open_data(config, 0, 1).batches("training", 0, ITERATIONS)
     for iteration, ((tokens, *_),) in enumerate(batches, start=1):
@@ -184,10 +178,6 @@ def plain_loop(
         for experts in model.experts:
             experts.after_update()
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
-
-
-def scale_of(name: str, scales: dict[str, float]) -> float:
-    return next((scale for start, scale in scales.items() if name.startswith(start)), 1.0)
 
 
 def plain_learning_rate(options: dict[str, Any], iteration: int) -> float:

@@ -114,7 +114,9 @@ def plain_loop(
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("options", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(TIED, marks=pytest.mark.slow), UNTIED], ids=["tied", "untied"]
+)
 def test_training_equals_plain_torch(options: Options) -> None:
     """On two ranks, with ZeRO 1, 2 and 3, which have the same bits."""
     runs = [{**options, "zero_stage": stage} for stage in (1, 2, 3)]

@@ -109,7 +109,9 @@ def evaluated_runs(distributed: Distributed, options: Options) -> list[Outcome]:
     "options",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"tie_word_embeddings": False, "training_dtype": "bf16"},
+        pytest.param(
+            {"tie_word_embeddings": False, "training_dtype": "bf16"}, marks=pytest.mark.slow
+        ),
         pytest.param({"freeze": ("embedding",), "training_dtype": "bf16"}, marks=pytest.mark.slow),
         {"depth_first_micro_batches": 1, "breadth_first_micro_batches": 2},
     ],

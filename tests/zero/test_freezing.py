@@ -92,7 +92,13 @@ def plain_loop(
     return losses, {name: weight.numpy() for name, weight in model.state_dict().items()}
 
 
-MORE = {"a middle one", "all but the embedding", "all but a tied embedding"}
+MORE = {
+    "a middle one",
+    "all but the head",
+    "all but the embedding",
+    "all but a tied embedding",
+    "only a norm, faster",
+}
 
 
 @pytest.mark.parametrize(

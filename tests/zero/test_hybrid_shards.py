@@ -96,10 +96,13 @@ def outcome(shard: int, options: Options, *args: Any, data: int = RANKS, **ranks
 @pytest.mark.parametrize(
     ("flavour", "shard"),
     [
-        *(("bf16", 1), ("plain", 2), ("muon", 2), ("bare head", 2)),
+        *(("bf16", 1), ("muon", 2)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("plain", 1), ("bf16", 2), ("fp16", 2), ("frozen", 2))
+            for case in (
+                *(("plain", 1), ("plain", 2), ("bf16", 2)),
+                *(("fp16", 2), ("frozen", 2), ("bare head", 2)),
+            )
         ),
     ],
 )

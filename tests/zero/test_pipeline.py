@@ -83,11 +83,7 @@ MORE: list[Options] = [
     ("schedule", "placement", "case"),
     [
         *((*way, 0) for way in WAYS),
-        *((*way, case) for way, case in zip(WAYS[1:3], (1, 2), strict=True)),
-        *(
-            pytest.param(*way, case, marks=pytest.mark.slow)
-            for way, case in zip(WAYS[1:3], (2, 1), strict=True)
-        ),
+        *(pytest.param(*way, case, marks=pytest.mark.slow) for way in WAYS[1:3] for case in (1, 2)),
     ],
 )
 def test_the_number_of_pipeline_ranks_changes_no_bit(

@@ -163,7 +163,6 @@ def len_of(value: int | list[Options]) -> str:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES[::9]),
         (3, CASES[1::17]),
         *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (2, 3)),
     ],
@@ -294,7 +293,7 @@ MUON_CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_muon_gathers_and_reduces_each_stage_of_blocks_once_in_bf16(ranks: int) -> None:
     """Momentum there, updates back: 2 bytes an element each way, whatever ZeRO stage, micro-batches
     or dtypes; of nothing but stages with trained matrices; and nothing alone."""
