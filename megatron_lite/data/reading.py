@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.blending import Blend, Concatenation, Integers
 from megatron_lite.data.disk_array import DiskArray
-from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 from megatron_lite.data.indexed_dataset import IndexedDataset, Run
 from megatron_lite.data.sampling import DocumentOrder, PackedDocuments, StreamSampler, random_tokens
 from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron_lite.data.fill_in_the_middle import FillInTheMiddle
 
 SEARCHED_TOKENS = 1 << 20  # at a time
 SLOW_MS = 1000.0  # warn about longer waits for a sample or a batch

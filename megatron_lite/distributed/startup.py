@@ -320,11 +320,6 @@ def refuse_shared_gpus(name: str, uuids: Sequence[str]) -> None:
             )
 
 
-def kernels_can_run() -> bool:
-    """Return whether this process can run Triton kernels: on a GPU, or interpreted on a CPU."""
-    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 @contextlib.contextmanager
 def _quiet_loopback(one_machine: bool) -> Iterator[None]:
     """Let gloo on one machine use the loopback device: resolving the host name may fail."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from megatron_lite.distributed.startup import kernels_can_run
+from megatron_lite.distributed.triton_mode import kernels_can_run
 
 if kernels_can_run() or "triton" in sys.modules:
     try:
