@@ -53,6 +53,7 @@ from megatron_lite.monitor.memory_history import open_history
 from megatron_lite.monitor.metric_lines import ConsoleLines
 from megatron_lite.monitor.metrics import LogWindow, StepTimer, known_peak_tflops
 from megatron_lite.monitor.preflight import preflight
+from megatron_lite.monitor.routing_replay import RoutingReplay, open_replay
 from megatron_lite.monitor.tensor_debug import TensorDebugger, open_debugger
 from megatron_lite.monitor.trackers.opening import check_trackers, open_trackers
 from megatron_lite.monitor.watch import Watch
@@ -422,6 +423,10 @@ def _open_outputs(run: Run, layers: list[Layer]) -> None:
         run.watch = Watch(
             config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log
         )
+    if config.run.moe_replay_routing is not None:
+        samples = run.data.counts.schedule.consumed_samples(config.training.train_iters)
+        reads = rank_0_works(distributed, lambda: open_replay(config, samples))
+        run.replay = RoutingReplay(config, reads)
     if run.mirror is not None:
         run.mirror.begin(run.history.run)
         run.mirror.update()

@@ -183,7 +183,10 @@ def rows(verdict: Verdict, common: Flags, head: bool) -> Iterator[str]:
         f"{name}={value}" for name, value in case.options.items() if name not in common
     )
     then = "" if case.then is None else ", then"
-    yield line(f"{case.layout}{then}", *numbers, "same" if verdict.twin else "", shown[:MOST_SHOWN])
+    bits = "same" if verdict.twin else ""
+    yield line(f"{case.layout}{then}", *numbers, bits, shown[:MOST_SHOWN])
+    if verdict.flips:
+        yield f"  {verdict.flips:,} choices of experts flipped; above, with those of one rank"
     if case.then is not None:
         yield f"  {case.then}"
 
@@ -196,6 +199,7 @@ def record(verdict: Verdict, fixed: Flags) -> dict[str, object]:
         "command": verdict.case.command(fixed),
         "same_bits_as": twin,
         "problem": verdict.problem,
+        "flips": verdict.flips,
         "worst": worst,
     }
 
@@ -216,6 +220,9 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
             "",
             "or measured" * kind.endswith("8 bits"),
         )
+    if flipped := [verdict for verdict in verdicts if verdict.flips]:
+        yield f"experts: {sum(v.flips for v in flipped):,} choices flipped in {len(flipped)} layouts, which were compared"
+        yield "  with the choices of one rank (--moe_replay_routing); counts and biases are equal to the bit"
     same = sum(v.twin is not None for v in verdicts)
     restarts = sum(v.case.then is not None for v in verdicts)
     yield "to rounding: other ranks and micro-batches, because they sum in another order"

@@ -79,6 +79,12 @@ class RunConfig(Area):
         "check that tensor-parallel ranks agree on replicated weights, gradients and layer outputs (slow)",
         idle_unless="tensor_parallel!=1",
     )
+    moe_replay_routing: str | None = idle_unless("num_experts!=1")(
+        None,
+        "folder with each token's experts in training: recorded if it is empty or missing, otherwise chosen as recorded, "
+        "to compare layouts (slow)",
+        unset="routers choose, and nothing is recorded",
+    )
     save_tensor_logs: bool = option(
         False, "save logged tensors in runs/<k>/artifacts of experiment_dir", needs=SAVED
     )

@@ -25,6 +25,8 @@ class HostBatch(NamedTuple):
         None  # (b, s) bool: labels without a loss, padding included; None: only padding
     )
 
+    first_sample: int = 0  # index in training; the others follow
+
     @property
     def counted(self) -> int:
         """The number of labels with a loss."""

@@ -206,8 +206,11 @@ class DataSource:
         with self._samples(phase, first, self._requests(phase, iterations[1:])) as samples:
             for iteration in iterations:
                 split = self.split(phase, iteration)
+                before = self.phases[phase].schedule.consumed_samples(iteration - 1)
                 yield [
-                    self._host_batch(next(samples), split, step)
+                    self._host_batch(next(samples), split, step)._replace(
+                        first_sample=before + split.piece(step, self.rank)[0]
+                    )
                     for step in range(split.micro_steps)
                 ]
 

@@ -93,6 +93,9 @@ class Router(torch.nn.Module):
             if trains and self.config.expert_routing_type == "sinkhorn":
                 values = sinkhorn(logits)
             chosen = self.choice.experts(values)
+            if micro_batch.routing is not None and (replay := micro_batch.routing.replay):
+                real = slice(micro_batch.routing.samples * micro_batch.tokens.shape[1])
+                chosen[real] = replay(self.name, chosen[real])
         scores = self.choice.scores(probabilities, chosen)
         chosen, order = chosen.sort(dim=1)
         scores = scores.gather(1, order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ class Routing(NamedTuple):
 
     samples: int  # without padding, which comes last
     scale: Tensor  # loss scale / tokens of the global batch, ()
+    # a router's name and choice (t, K) without padding -> the experts to take; None: its choice
+    replay: Callable[[str, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

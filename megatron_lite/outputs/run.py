@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_lite.monitor.metric_lines import ConsoleLines
     from megatron_lite.monitor.metrics import LogWindow, StepTimer
     from megatron_lite.monitor.profiling.profiles import Profiles
+    from megatron_lite.monitor.routing_replay import RoutingReplay
     from megatron_lite.monitor.tensor_debug import TensorDebugger
     from megatron_lite.monitor.trackers.opening import Trackers
     from megatron_lite.monitor.watch import Watch
@@ -73,6 +74,7 @@ class Run:
     timer: StepTimer
     console: ConsoleLines
     watch: Watch | None = None  # None without --watch
+    replay: RoutingReplay | None = None  # None without --moe_replay_routing
     mirror: Mirror | None = None  # of rank 0; None without --mirror
     stop_files: StopFiles | None = None  # of rank 0; None without --experiment_dir
     history: History  # of the run

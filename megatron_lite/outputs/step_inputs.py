@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_lite.data.host_batch import HostBatch, micro_batch
 from megatron_lite.model.layer import MicroBatch, Routing
@@ -64,7 +65,14 @@ def step_inputs(
     tokens = sum(batch.real_samples for batch in micro_batches) * run.config.batch.sequence_length
     scale = run.optimizer.loss_scale.scale / max(tokens, 1)
     return [
-        replace(each, routing=Routing(len(batch.tokens) - batch.padding, scale))
+        replace(
+            each,
+            routing=Routing(
+                len(batch.tokens) - batch.padding,
+                scale,
+                partial(run.replay, batch.first_sample) if run.replay else None,
+            ),
+        )
         for each, batch in zip(inputs, micro_batches, strict=True)
     ]
 

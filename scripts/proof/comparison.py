@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lite.errors import UsageError
 from scripts.proof.cases import EIGHT_BIT_OPTIONS, Case, Flags, Layout
-from scripts.proof.ranks import COUNTED, BrokenRunError, Ranks, Step
+from scripts.proof.ranks import COUNTED, BrokenRunError, Ranks, Routing, Step
 
 Unit = TypeVar("Unit")
 MOST_KEPT = 8  # runs to compare with
@@ -144,6 +144,13 @@ def differences(
         before = (step, other)
 
 
+def flips(chosen: Routing, others: Routing) -> int:
+    """Return how many choices of a run another one does not make, for any of K places: a token whose
+    scores are equal but for rounding may go elsewhere, and those after it follow."""
+    assert chosen.keys() == others.keys(), "the same routers"
+    return sum(int((chosen[name] != other).sum()) for name, other in others.items())
+
+
 def moved_by(
     disturbed: Sequence[Step], others: Sequence[Step], limits: Limits
 ) -> Callable[[Difference], float]:
@@ -206,6 +213,7 @@ class Verdict:
     problem: str = ""
     worst: dict[str, Difference] = field(default_factory=dict)
     twin: Case | None = None  # whose bits it has
+    flips: int = 0  # choices of an expert that one rank makes otherwise
 
 
 class Judge:
@@ -223,8 +231,13 @@ class Judge:
         """Raises UsageError if the program refuses a run."""
         verdict = Verdict(case)
         try:
-            steps = self._ranks.train(case.parts(self._fixed))
-            for found in self._from_one_rank(case, steps):
+            parts = case.parts(self._fixed)
+            steps = routed = self._ranks.train(parts)
+            others = self._steps(case.reference(self._fixed), device="cpu")[0].chosen
+            verdict.flips = flips(steps[0].chosen, others)
+            if verdict.flips:
+                routed = self._ranks.train(parts, others)
+            for found in self._from_one_rank(case, routed):
                 verdict.worst[found.what] = max(
                     verdict.worst.get(found.what, found), found, key=lambda one: one.error
                 )

@@ -10,21 +10,25 @@ import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, changed
 from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.optimizer.balance import Balance
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import finish_save, save
@@ -40,10 +44,15 @@ from scripts.proof.eight_bits import Recorder, Scales, Use
 TOKENS = "tokens"
 MASK = "mask"
 RUN = "run"
+RECORD = "record"  # begins folders of --moe_replay_routing, one for each part of a run
 COUNTED = "counted"  # begins the names of numbers that no rounding changes
 Prepare = Callable[[], None]
 # kind, parameter, elements of the whole, place of these, numpy array
 Piece = tuple[str, str, int, Tile, Any]
+
+
+# --moe_replay_routing's files: name -> chosen experts + 1 of all tokens in order, 0: none
+Routing = Mapping[str, NDArray[np.uint16]]
 
 
 class Told(NamedTuple):
@@ -73,6 +82,7 @@ class Step(NamedTuple):
     # loss, norm of the gradient, what is counted, and losses of an evaluation after it
     numbers: dict[str, float]
     tensors: dict[tuple[str, str], Tensor]  # (kind, name) -> whole parameter, flat, fp32
+    chosen: Routing = MappingProxyType({})  # of the whole run, with its start
 
     def before(self, kind: str, name: str) -> Tensor:
         """Return what an update changes: of an average that begins when a layer is thawed, the
@@ -108,8 +118,9 @@ class Ranks:
             process.shutdown()
         shutil.rmtree(self._folder)
 
-    def train(self, parts: Sequence[Part]) -> list[Step]:
-        """Train a run in parts; return the numbers of its start and of each iteration.
+    def train(self, parts: Sequence[Part], chosen: Routing | None = None) -> list[Step]:
+        """Train a run in parts; return the numbers of its start and of each iteration. chosen: the
+        experts to take; None: those of the run's routers.
 
         Raises:
             UsageError: if the program refuses the options.
@@ -119,7 +130,15 @@ class Ranks:
         shutil.rmtree(f"{self._folder}/{RUN}", ignore_errors=True)
         steps: list[Step] = []
         scales = Scales()
-        for part in parts:
+        records = [Path(self._folder, f"{RECORD}_{number}") for number in range(len(parts))]
+        for record, part in zip(records, parts, strict=True):
+            shutil.rmtree(record, ignore_errors=True)
+            record.mkdir()
+            for name, values in (chosen or {}).items():
+                values.tofile(record / name)
+            if part.config.model.num_experts > 1:
+                config = changed(part.config, {"moe_replay_routing": record.name})
+                part = part._replace(config=config)
             start, *others = self._train(part, scales)
             for key in start.tensors if steps else ():
                 if not start.tensors[key].equal(steps[-1].before(*key)):
@@ -127,6 +146,7 @@ class Ranks:
                         f"the {key[0]} of {key[1]} are not those that were saved at step {start.iteration}"
                     )
             steps += others if steps else [start, *others]
+        steps[0] = steps[0]._replace(chosen=_joined(records))
         return steps
 
     def _train(self, part: Part, scales: Scales) -> list[Step]:
@@ -151,6 +171,17 @@ class Ranks:
         if part.config.performance.eight_bit and not part.disturbance:
             _check_scales(scales, part.config, told)
         return [_together(of_ranks) for of_ranks in told]
+
+
+def _joined(records: Sequence[Path]) -> Routing:
+    """Return what the parts of a run have recorded, each of samples of its own."""
+    found: dict[str, NDArray[np.uint16]] = {}
+    for path in (path for record in records for path in sorted(record.iterdir())):
+        values = np.fromfile(path, np.uint16)
+        before = found.get(path.name, values[:0])
+        before = np.pad(before, (0, max(0, len(values) - len(before))))
+        found[path.name] = np.where(values, values, before)
+    return found
 
 
 def _check_scales(scales: Scales, config: Config, told: Sequence[Sequence[Told]]) -> None:
@@ -259,6 +290,11 @@ def _iterations(run: Run, last: int) -> Iterator[Told]:
                 row[-1] for row in run.data.counts.read(run.iteration)
             ),
         }
+        if isinstance(balance := run.optimizer._followers.get("balance"), Balance):
+            totals = balance._totals[:, : run.config.model.num_experts].flatten().tolist()
+            numbers |= {
+                f"{COUNTED} tokens of expert {number}": total for number, total in enumerate(totals)
+            }
         pieces = [*gradients, *(piece for kind in kinds for piece in _pieces(run, kind))]
         uses = _recorder().taken()
         training = run.config.training

@@ -9,9 +9,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.train import train_step
 from tests.support.harness import (
     full_weights,
     run_distributed,
+    start_run,
     tiny_config,
     train_tiny,
     train_whole,
@@ -108,3 +110,35 @@ def test_a_checkpoint_with_frozen_experts_is_a_safetensors_file(tmp_path: Path) 
     names = load_file(tmp_path / "checkpoints" / "1" / "rank_000.safetensors").keys()
     kinds = {name.partition(".")[2] for name in names}
     assert {"frozen.weights", "state.weights", "weights"} <= kinds
+
+
+def counted(distributed: Distributed, options: dict[str, Any]) -> Any:
+    """Train two steps of a padded batch; return the counts of the second and the folder's content."""
+    common = {"batch_size": 5, "allow_nondivisible_batch_size": True, "train_iters": 2}
+    run = start_run(distributed, tiny_config(distributed.world_size, **EXPERTS | common | options))
+    for iteration, batches in enumerate(run.data.batches("training", 0, 2), start=1):
+        train_step(run, batches, iteration)
+    balance: Any = run.optimizer._followers["balance"]
+    return balance._totals[:, :6].numpy()
+
+
+def test_a_replay_takes_the_recorded_experts(tmp_path: Path) -> None:
+    """In another layout, with weights whose routers choose otherwise; padding is in no record, and
+    recomputation repeats what it records."""
+    folder = tmp_path / "routing"
+    record = {"moe_replay_routing": str(folder), "micro_batch_size": 1, "recompute_layers": 1}
+    other = {"micro_batch_size": 2, "zero_stage": 3, "seed": 7}
+    (wanted,) = run_distributed(1, counted, record)
+    (path, *_) = sorted(folder.iterdir())
+    values = np.fromfile(path, "<u2").reshape(2, 5, 16, 2)  # steps, samples, positions, choices
+    np.testing.assert_array_equal(wanted[0], np.bincount(values[1].ravel() - 1, minlength=6))
+    free, replayed = (
+        run_distributed(2, counted, other | more)[0]
+        for more in ({}, {"moe_replay_routing": str(folder)})
+    )
+    np.testing.assert_array_equal(replayed, wanted)
+    assert (free != wanted).any()
+    np.zeros_like(values[1, 0]).tofile(path)  # one sample, of which nothing is recorded
+    for options, words in (({}, "1 of 10 samples"), ({"num_experts": 8}, "8x2x16.bin has 0 of 10")):
+        with pytest.raises(RuntimeError, match=f"UsageError.*{words}"):
+            run_distributed(1, counted, record | options)
