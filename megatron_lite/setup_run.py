@@ -420,9 +420,8 @@ def _open_outputs(run: Run, layers: list[Layer]) -> None:
     )
     run.console = ConsoleLines(distributed.device.type)
     if config.tracking.watch and run.model.training:
-        run.watch = Watch(
-            config, run.model, run.optimizer.loss_scale.scale, distributed, run.trackers.log
-        )
+        watched = run.model, run.optimizer.loss_scale.scale, run.optimizer.router_sums
+        run.watch = Watch(config, *watched, distributed, run.trackers.log)
     if config.run.moe_replay_routing is not None:
         samples = run.data.counts.schedule.consumed_samples(config.training.train_iters)
         reads = rank_0_works(distributed, lambda: open_replay(config, samples))

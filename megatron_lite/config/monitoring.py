@@ -21,7 +21,7 @@ RUN_ID = (
     r"(?=[_-]*[A-Za-z0-9])[A-Za-z0-9_-]{1,128}"  # of Weights & Biases; also the name of a folder
 )
 TRACKERS = ("jsonl", "wandb", "tensorboard", "webhook", "prometheus")
-WATCHED = ("grads", "params", "updates", "opt_state")
+WATCHED = ("grads", "params", "updates", "opt_state", "experts")
 PROFILED = "profile_cpu or profile_cuda or profile_schedule"
 
 # Options that have no effect unless another one has this value.
@@ -183,8 +183,10 @@ class TrackingConfig(Area):
     )
     watch: tuple[str, ...] = idle_unless("trackers and train_iters")(
         (),
-        "statistics to send to the trackers, separated by commas: of gradients, weights, updates, optimizer state",
+        "statistics to send to the trackers, separated by commas: of gradients, weights, updates, optimizer state, "
+        "experts' loads",
         choices=WATCHED,
+        needs=(Rule("num_experts!=1", "the model has no experts", when="watch=experts"),),
         aliases="watch_targets",
     )
     watch_interval: PositiveInt = watch_option(20, "iterations between watched steps")

@@ -120,20 +120,37 @@ def sinkhorn(logits: Tensor, steps: int = SINKHORN_STEPS) -> Tensor:
 class Sums:
     """Sums over the tokens of a step for one router, in fp64, which holds counts exactly.
 
-    values: (2 E + 2,): tokens by expert, sums of q by expert, sum of the z-loss, number of tokens.
+    values: (2 E + 3,): tokens by expert, sums of q by expert, and of the z-loss and q's entropy, number
+    of tokens.
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._counts, self._shares, (self._z, self._tokens) = values.tensor_split(
-            (len(values) // 2 - 1, len(values) - 2)
-        )
+        experts = (len(values) - 3) // 2
+        self._counts, self._shares, others = values.split((experts, experts, 3))
+        self._z, self._entropy, self._tokens = others
 
     def add(self, counts: Tensor, shares: Tensor, lse: Tensor) -> None:
         """Add a micro-batch: counts (E,), shares q (t, E), lse (t,)."""
         self._counts += counts
         self._shares += shares.sum(0, dtype=torch.float64)
         self._z += lse.double().square().sum()
+        self._entropy += torch.special.entr(shares).sum(dtype=torch.float64)
         self._tokens += len(lse)
+
+
+class RouterSummary(NamedTuple):
+    """A router in a step."""
+
+    load: float  # the largest, over the mean
+    entropy: float  # of a token's scores, in nats, on average
+    dead: float  # experts without a token
+
+
+def summarized(values: Tensor) -> Tensor:
+    """Return the summaries of routers with tokens, (routers, 3), from their `Sums.values`."""
+    counts = values[:, : (values.shape[1] - 3) // 2]
+    entropy, dead = values[:, -2] / values[:, -1], (counts == 0).sum(1)
+    return torch.stack([counts.amax(1) / counts.mean(1), entropy, dead], 1)
 
 
 class Losses(NamedTuple):

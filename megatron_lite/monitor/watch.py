@@ -10,6 +10,7 @@ fp64, counts are exact.
     params      the weights after the update
     updates     weights after minus weights before
     exp_avg...  the optimizer's state after the update, by its name
+    experts     loads and scores of each router: `RouterSummary`
 
 Frozen parameters have none of these. Updates need the old weights, one stage's shard at a time, in
 a buffer as large as the largest shard (4 bytes per element), allocated once.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from torch.linalg import vector_norm
 from megatron_lite.config import Config, JsonObject
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.kernels.gradient_norm import squared_norm
+from megatron_lite.kernels.routing import RouterSummary, summarized
 from megatron_lite.kernels.weight_shard import chunk_bounds
 from megatron_lite.parameter import Parameter
 from megatron_lite.zero.flat_shard import FlatShard
@@ -97,6 +99,7 @@ class Watched:
     parameters: Mapping[str, Mapping[str, Summary]]
     layers: Mapping[str, Mapping[str, Summary]] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, Histogram]] = field(default_factory=dict)
+    routers: Mapping[str, RouterSummary] = field(default_factory=dict)
 
     def numbers(self) -> Iterator[tuple[str, float]]:
         """Yield (tag, value): `watch/grads/norm/blocks.0.norm_1.weight`,
@@ -106,6 +109,9 @@ class Watched:
                 for name, summary in summaries.items():
                     for statistic, value in summary._asdict().items():
                         yield f"watch/{target}/{statistic}/{prefix}{name}", value
+        for name, router in self.routers.items():
+            for statistic, value in router._asdict().items():
+                yield f"watch/experts/{statistic}/{name}", value
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """Yield (tag, histogram): `watch/grads/histogram/blocks.0.norm_1.weight`."""
@@ -123,6 +129,9 @@ class Watched:
                     name: [_short(value) for value in summary] for name, summary in by_name.items()
                 }
                 found.setdefault(key, {})[target] = rows
+        if self.routers:
+            rows = {name: [_short(value) for value in row] for name, row in self.routers.items()}
+            found["experts"] = {"statistics": RouterSummary._fields, **rows}
         for target, histograms in self.counts.items():
             edges = next(iter(histograms.values())).edges  # the same for all
             counts = {
@@ -157,7 +166,8 @@ class TargetTable:
 class Watch:
     """The statistics of every `watch_interval`-th step. All ranks call `follow` at every step.
 
-    loss_scale: the factor on all gradients of the current step, (). log: `Trackers.log`.
+    loss_scale: the factor on all gradients of the current step, (). routers: `Balance.sums`. log:
+    `Trackers.log`.
     """
 
     def __init__(
@@ -165,12 +175,14 @@ class Watch:
         config: Config,
         model: MultiStage,
         loss_scale: Tensor,
+        routers: Mapping[str, Tensor],
         distributed: Distributed,
         log: Log,
     ) -> None:
         options, self._train_iters = config.tracking, config.training.train_iters
         self._options = options
         self._loss_scale = loss_scale
+        self._routers = routers if "experts" in options.watch else {}
         self._distributed = distributed
         self._log = log
         self._all_parts = {
@@ -231,7 +243,7 @@ class Watch:
                     kind for part in self._all_parts.values() for kind in part.kinds()
                 )
                 yield from (kind for kind in kinds if kind not in ("weights", "average"))
-            else:
+            elif target != "experts":
                 yield target
 
     def _new_table(self, target: str) -> TargetTable:
@@ -282,19 +294,29 @@ class Watch:
     def _send(self, iteration: int) -> None:
         """Gather the results of all ranks, and log them on rank 0."""
         tables, self._tables = self._tables, {}
-        flat = torch.cat([table.values.view(-1) for table in tables.values()])
+        flat = torch.cat(
+            [*(table.values.view(-1) for table in tables.values()), *self._routers.values()]
+        )
         with self._distributed.traffic.paused():
             ranks = self._distributed.gathered(flat, "debug")
         if self._distributed.rank != 0:
             return
         self._distributed.wait_for_device()
-        of_tables = ranks.split([table.values.numel() for table in tables.values()], dim=1)
+        sizes = [table.values.numel() for table in tables.values()]
+        *of_tables, of_routers = ranks.split([*sizes, len(flat) - sum(sizes)], dim=1)
         for table, values in zip(tables.values(), of_tables, strict=True):
             by_rank = values.view(-1, *table.values.shape)
             table.values = by_rank.sum(0)
             table.values[:, 1] = by_rank[:, :, 1].amax(0)
         scale = float(self._loss_scale)  # the optimizer adapts it later, after the last stage
         record, watched = results(tables, scale, self._options.watch_per_layer)
+        if self._routers:
+            sums = of_routers.sum(0).view(len(self._routers), -1).cpu()
+            routers = {
+                name: RouterSummary(*row)
+                for name, row in zip(self._routers, summarized(sums).tolist(), strict=True)
+            }
+            watched = replace(watched, routers=routers)
         head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
         self._log({**head, **record}, watched)
 

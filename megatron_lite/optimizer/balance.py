@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lite.config import JsonObject, ModelConfig
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.kernels.routing import Sums
+from megatron_lite.kernels.routing import Sums, summarized
 from megatron_lite.model.experts import Router
 from megatron_lite.zero.stage import Stage
 
@@ -39,7 +39,7 @@ class Balance:
         ]
         self._parts = [part for stage in stages for part in stage.parts if part.is_state]
         count, device = self._model.num_experts, distributed.device
-        shape = len(self._routers), 2 * count + 2
+        shape = len(self._routers), 2 * count + 3
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)  # of this rank's tokens
         self._totals = torch.zeros_like(self._sums)  # of all tokens of the newest step
         self._loads = torch.zeros(len(self._routers), count, device=device)
@@ -76,16 +76,18 @@ class Balance:
             return {}
         tokens = totals[:, -1:]
         loads, shares = (totals[:, : 2 * count] / tokens).view(-1, 2, count).unbind(1)
-        balance, z = count * (loads * shares).sum(1).mean(), (totals[:, -2:-1] / tokens).mean()
+        balance, z = count * (loads * shares).sum(1).mean(), (totals[:, -3:-2] / tokens).mean()
         if self._model.moe_balance == "micro_batch":  # averaged over the blocks first
             balance = count * (loads.mean(0) * shares.mean(0)).sum()
-        largest = loads.amax() * count / self._model.num_experts_per_token
-        balance, z, largest = torch.stack([balance, z, largest]).tolist()
-        return {
-            "expert_auxiliary_loss": balance,
-            "expert_z_loss": z,
-            "largest_expert_load": largest,
-        }
+        largest = summarized(totals)[:, 0].amax()
+        names = "expert_auxiliary_loss", "expert_z_loss", "largest_expert_load"
+        return dict(zip(names, torch.stack([balance, z, largest]).tolist(), strict=True))
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """This rank's sums of the current step by router; see `Sums`."""
+        names = (router.name for router in self._routers)
+        return dict(zip(names, self._sums, strict=True))
 
     def state(self) -> JsonObject:
         """Return the newest step's counts by router, with its tokens, for a checkpoint (reads the

@@ -103,8 +103,10 @@ class Optimizer:
         if config.performance.fp8 == "delayed":
             length = config.performance.amax_history_length
             self._followers["scales"] = DelayedScales(all_stages, length, distributed)
+        self.router_sums: dict[str, Tensor] = {}  # see `Balance.sums`
         if config.model.num_experts > 1:
-            self._followers["balance"] = Balance(config.model, all_stages, distributed)
+            balance = Balance(config.model, all_stages, distributed)
+            self._followers["balance"], self.router_sums = balance, balance.sums
         # Adam's t: good updates
         self._updates = torch.zeros((), dtype=torch.float32, device=distributed.device)
 

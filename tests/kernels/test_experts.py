@@ -33,8 +33,17 @@ def make(gated: bool, biases: bool, dtype: torch.dtype, width: int = F) -> Value
 
 
 def choices(kind: str) -> Tensor:
-    """Return each token's experts, (T, K): of random ones, all but some, or the same ones."""
+    """Return each token's experts, (T, K): of random ones, all but some, or the same ones; and the
+    imbalances that DeepSpeed and Megatron-LM test: one hot expert, a power law, alternating."""
     generator = torch.Generator().manual_seed(1)
+    if kind == "power law":  # the e-th expert with weight 1 / e^1.5
+        weights = torch.arange(1.0, E + 1).pow(-1.5).expand(T, E)
+        return torch.multinomial(weights, K, generator=generator).sort(1)[0].to(DEVICE)
+    tokens = torch.arange(T)[:, None]
+    if kind == "one hot":
+        return torch.cat([0 * tokens, 1 + tokens % (E - 1)], 1).to(DEVICE)
+    if kind == "alternating":
+        return (torch.tensor([0, 2]) + tokens % 2).to(DEVICE)
     fewer = {"even": E, "two idle": E - 2, "one pair": K}[kind]
     order = torch.rand((T, fewer), generator=generator).argsort(1)[:, :K]
     return order.sort(1)[0].to(DEVICE)
@@ -91,7 +100,9 @@ def check(found: Values, wanted: Values, tolerance: float) -> None:
 
 @implementations
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("kind", ["even", "two idle", "one pair"])
+@pytest.mark.parametrize(
+    "kind", ["even", "two idle", "one pair", "one hot", "power law", "alternating"]
+)
 def test_against_the_formula(kind: str, gated: bool, triton: bool) -> None:
     """Odd sizes, experts without tokens, all tokens to the same experts; with biases."""
     values, chosen = make(gated, True, torch.float32), choices(kind)

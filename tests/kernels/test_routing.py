@@ -13,6 +13,7 @@ from megatron_lite.kernels.routing import (
     best,
     router_logits,
     sinkhorn,
+    summarized,
     with_losses,
 )
 from tests.support.kernel_checks import empty_gradient
@@ -106,7 +107,7 @@ def test_losses(score: str) -> None:
     p = choice.probabilities(logits)
     shares = p / p.sum(1, keepdim=True)
     chosen = choice.experts(p.detach()).sort(1)[0]
-    sums = torch.zeros(2 * E + 2, dtype=torch.float64)
+    sums = torch.zeros(2 * E + 3, dtype=torch.float64)
     loads = torch.rand(E)
     losses = Losses(real, torch.tensor(0.5), *coefficients, lambda _: loads, Sums(sums))
     scores = with_losses(choice.scores(p, chosen), logits, shares, chosen, losses)
@@ -119,6 +120,14 @@ def test_losses(score: str) -> None:
     assert logits.grad is not None and exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
     counts = chosen[:real].flatten().bincount(minlength=E)
-    wanted = torch.cat([counts, q.detach().sum(0), z.detach()[None], torch.tensor([real])])
+    q = q.detach()
+    entropy = torch.distributions.Categorical(q).entropy().sum()
+    others = torch.stack([z.detach(), entropy, torch.tensor(real)])
+    wanted = torch.cat([counts, q.sum(0), others])
     torch.testing.assert_close(sums, wanted.double())
     assert torch.equal(sums[:E], counts.double())
+    load, mean_entropy, dead = summarized(sums[None])[0].tolist()
+    assert load == pytest.approx(float(counts.max()) * E / (K * real)) and dead == int(
+        (counts == 0).sum()
+    )
+    assert mean_entropy == pytest.approx(float(entropy) / real)

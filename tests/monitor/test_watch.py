@@ -52,7 +52,7 @@ def watch(engine: Engine, options: TrackingConfig = EVERYTHING) -> tuple[Watch, 
     recorder = Recorder()
     scale = engine.optimizer.loss_scale.scale
     config = replace(tiny_config(train_iters=20), tracking=options)
-    return Watch(config, engine.model, scale, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
+    return Watch(config, engine.model, scale, {}, engine.ranks, recorder.log), recorder  # type: ignore[arg-type]
 
 
 def full(engine: Engine, kind: str) -> dict[str, Tensor]:

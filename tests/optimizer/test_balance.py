@@ -1,6 +1,8 @@
 """Balance of experts: the choice bias against a float64 replay of counts, learning rates, and loads
 of a skewed task."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from megatron_lite.errors import UsageError
 from megatron_lite.model.experts import Router
 from megatron_lite.optimizer.balance import Balance
 from megatron_lite.train import train_step
-from tests.support.harness import layers_of, run_distributed, start_run, tiny_config
+from tests.support.harness import layers_of, run_distributed, start_run, tiny_config, train_whole
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 16}
 
@@ -63,10 +65,41 @@ def test_the_log_says_what_the_counts_say() -> None:
     assert tokens == [0, 64]
     loads, shares = totals[1, :4] / 64, totals[1, 4:8] / 64
     assert record["expert_auxiliary_loss"] == pytest.approx(4 * (loads * shares).sum())
-    assert record["expert_z_loss"] == pytest.approx(totals[1, -2] / 64)
+    assert record["expert_z_loss"] == pytest.approx(totals[1, -3] / 64)
     assert record["largest_expert_load"] == pytest.approx(loads.max() / loads.mean())
     frozen = {"freeze": ("embedding", "blocks")}
     assert run_distributed(1, logged, frozen)[0][0] == {}
+
+
+def test_watched_routers_are_those_of_the_log(tmp_path: Path) -> None:
+    """Of all ranks and micro-batches, with pipelines and tensor parallelism too."""
+    layouts = {"one": (1, {}), "four": (4, {"pipeline_parallel": 2, "tensor_parallel": 2})}
+    lines = []
+    for name, (ranks, layout) in layouts.items():
+        watch = {"watch": ("experts",), "watch_interval": 1, "experiment_dir": str(tmp_path / name)}
+        options = {"train_iters": 2, "log_interval": 1, "validation_iters": 0, "num_experts": 8}
+        found = EXPERTS | options | layout | watch
+        run_distributed(ranks, whole, found, tensor_parallel=layout.get("tensor_parallel", 1))
+        lines.append(
+            [
+                [json.loads(line) for line in (tmp_path / name / file).read_text().splitlines()]
+                for file in ("watch.jsonl", "metrics.jsonl")
+            ]
+        )
+    (watched, metrics), (others, _) = lines
+    logged = [line for line in metrics if line["phase"] == "training"]
+    for line, other, log in zip(watched, others, logged, strict=True):
+        assert line["experts"].pop("statistics") == ["load", "entropy", "dead"]
+        assert other["experts"].pop("statistics") and [*line["experts"]] == [*other["experts"]]
+        for name, values in line["experts"].items():
+            assert other["experts"][name] == pytest.approx(values, rel=1e-5)
+        loads, entropies, _ = zip(*line["experts"].values(), strict=True)
+        assert max(loads) == pytest.approx(log["largest_expert_load"], rel=1e-5)
+        assert all(1.0 < entropy < np.log(8) for entropy in entropies)
+
+
+def whole(distributed: Distributed, options: dict[str, Any]) -> None:
+    train_whole(distributed, tiny_config(distributed.world_size, **options))
 
 
 def dropped(distributed: Distributed) -> tuple[float, float]:
