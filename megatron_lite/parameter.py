@@ -73,16 +73,18 @@ class ParameterSpec:
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
-        dim = self.split.dim
-        size = sum(tile.width for tile in self.tiles) // math.prod(self.shape[dim + 1 :])
-        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        dim, (_, shape, _) = self.split.dim, self.split.own_rows(self.name, self.shape)
+        size = sum(tile.width for tile in self.tiles) // math.prod(shape[dim + 1 :])
+        return (*shape[:dim], size, *shape[dim + 1 :])
 
     @property
     def local_name(self) -> str:
         """Name of this rank's part, with its indices unless it is the whole parameter."""
-        unit = math.prod(self.shape[self.split.dim + 1 :])
-        spans = [(tile.first // unit, (tile.first + tile.width) // unit) for tile in self.tiles]
-        return name_part(self.name, self.shape, self.split.dim, spans)
+        name, shape, first = self.split.own_rows(self.name, self.shape)
+        unit = math.prod(shape[self.split.dim + 1 :])
+        starts = ((tile.first - first, tile.width) for tile in self.tiles)
+        spans = [(start // unit, (start + width) // unit) for start, width in starts]
+        return name_part(name, shape, self.split.dim, spans)
 
     @functools.cached_property
     def local_numel(self) -> int:

@@ -219,7 +219,7 @@ def _open_inputs(
     run.data.warnings = (*run.data.warnings, *tokenizer.warnings)
     if tokenizer.unknown and distributed.rank == 0:
         run.data.search_in_background(tokenizer.unknown, run.stop.fail)
-    return model_layers(config, kernels, distributed.tensor)
+    return model_layers(config, kernels, distributed)
 
 
 def _log_banner(run: Run, kernels: Kernels, layers: list[Layer], notes: Sequence[Note]) -> None:

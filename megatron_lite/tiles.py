@@ -160,29 +160,47 @@ class Block(NamedTuple):
 class Split:
     """How a tensor-parallel group splits a parameter (Shoeybi et al. 2019, section 3).
 
-    A group of one has the whole parameter, and so does every rank if `blocks` is empty.
+    A group of one has the whole parameter, and so does every rank if `blocks` is empty. With
+    expert parallelism, the rows of a parameter of experts are first cut into `expert_ranks` equal
+    ranges, each of which as many neighbouring ranks split.
     """
 
-    ranks: int = 1
+    ranks: int = 1  # tensor times expert-parallel ones
     rank: int = 0  # this rank in the group
     dim: int = 0
     blocks: tuple[Block, ...] = ()  # queries, keys and values; gate and up
     sums_gradients: bool = (
         False  # whether holders of the same tile compute partial gradients; otherwise equal ones
     )
+    expert_ranks: int = 1
+
+    def own_rows(self, name: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...], int]:
+        """Return name and shape of the rows of this rank's experts, and the index of their first
+        element."""
+        rows = shape[0] // self.expert_ranks
+        first = self.rank * self.expert_ranks // self.ranks * rows
+        name = name_part(name, shape, 0, [(first, first + rows)])
+        return name, (rows, *shape[1:]), first * math.prod(shape[1:])
 
     def tiles(self, name: str, shape: Sequence[int]) -> tuple[Tile, ...]:
         """Return this rank's tiles of a parameter, in order; adjacent tiles with the same holders
         are merged."""
+        name, shape, first = self.own_rows(name, shape)
+        ranks = self.ranks // self.expert_ranks
+        experts, own = divmod(self.rank, ranks)
+        count = len(self.blocks) // (self.expert_ranks if self.dim == 0 else 1)
+        blocks = self.blocks[count * experts :][:count] if self.dim == 0 else self.blocks
         rows, unit = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
         found: list[
             tuple[int, int, tuple[int, ...]]
         ] = []  # start and end along the split dimension, holders
         begin = 0  # of the block
-        for block in self.blocks or (Block.of(shape[self.dim], 1),):
-            part = self.rank * block.parts // self.ranks
+        for block in blocks or (Block.of(shape[self.dim], 1),):
+            part = own * block.parts // ranks
             holders = tuple(
-                rank for rank in range(self.ranks) if rank * block.parts // self.ranks == part
+                experts * ranks + rank
+                for rank in range(ranks)
+                if rank * block.parts // ranks == part
             )
             start, end = (
                 begin + min(index * block.part_size, block.size) for index in (part, part + 1)
@@ -197,7 +215,7 @@ class Split:
         for start, end, holders in found:
             part_name = name_part(name, shape, self.dim, [(start, end)])
             tile = Tile(
-                start * unit,
+                first + start * unit,
                 rows,
                 (end - start) * unit,
                 shape[self.dim] * unit,

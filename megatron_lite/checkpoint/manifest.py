@@ -127,10 +127,11 @@ class Manifest:
         ]
 
 
-def tensor_name(stage: int, frozen: bool, is_state: bool, kind: str) -> str:
+def tensor_name(stage: int, frozen: bool, is_state: bool, kind: str, has_experts: bool) -> str:
     """Return a shard's name in a rank's file: stage_003.exp_avg, stage_003.frozen.weights,
-    stage_003.state.weights."""
+    stage_003.state.weights, stage_003.experts.exp_avg."""
     part = "state." if is_state else "frozen." if frozen else ""
+    part += "experts." if has_experts else ""
     return f"stage_{stage:03d}.{part}{kind}"
 
 

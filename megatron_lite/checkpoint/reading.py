@@ -143,7 +143,7 @@ def fill_verified(
         with contextlib.closing(opened):
             for _, part in model.parts():
                 for kind in part.kinds():
-                    _fill_shard(opened, content, part, kind, distributed.data.rank, optimizer)
+                    _fill_shard(opened, content, part, kind, optimizer)
 
     if (problem := first_problem(distributed, fill_own)) is not None:
         return problem
@@ -216,10 +216,9 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
 
 
 def _fill_shard(
-    opened: Files, content: Manifest, part: FlatShard, kind: str, rank: int, optimizer: str
+    opened: Files, content: Manifest, part: FlatShard, kind: str, optimizer: str
 ) -> None:
-    """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles; `rank`:
-    data-parallel.
+    """Fill one tensor of a part, (numel,), from the saved slices that overlap its tiles.
 
     Moments that are missing, or belong to a rule other than the current `optimizer`, become zero;
     missing averages become the weights. Padding is not touched.
@@ -232,7 +231,7 @@ def _fill_shard(
     assert shard.dtype == part.kinds()[kind], (kind, shard.dtype)
     before = saved_optimizer(content.config)
     weights = part.read("weights") if kind == "average" else shard  # already filled
-    for spec, tile in part.layout.tiles(rank):
+    for spec, tile in part.layout.tiles(part.rank):
         if not part.has(kind, spec):
             continue
         saved, target = content.parameters[spec.name], shard[tile.offset : tile.end]

@@ -44,7 +44,7 @@ from megatron_lite.checkpoint.names import (
     work_path,
 )
 from megatron_lite.config import Config, flatten
-from megatron_lite.config.dimensions import DATA, RankGrid
+from megatron_lite.config.dimensions import DATA, EXPERT_PARTS, RankGrid
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import DamagedError, FolderLostError, OutOfMemoryError, StorageError
@@ -316,7 +316,7 @@ def tensors_of(parts: Iterable[tuple[int, FlatShard]]) -> list[TensorToWrite]:
             f"stage {index}: a checkpoint needs moments, this model is for inference"
         )
         for kind, dtype in part.kinds().items():
-            name = tensor_name(index, part.frozen, part.is_state, kind)
+            name = tensor_name(index, part.frozen, part.is_state, kind, part.has_experts)
             read = partial(part.read, kind)
             found.append(TensorToWrite(name, dtype, (part.numel(kind),), read))
         assert len({tensor.name for tensor in found}) == len(found), "a file needs other names"
@@ -346,9 +346,12 @@ def locate_parameters(
         place = grid.place(rank)
         offset = file.data_start
         for part in [part for pipeline_rank, part in parts if pipeline_rank == place["pipeline"]]:
+            owner, number = place[DATA], place["tensor"]
+            if part.has_experts:
+                owner, number = owner // grid.sizes["expert"], place[EXPERT_PARTS]
             for kind, dtype in part.kinds().items():
-                for spec, tile in part.layout.tiles(place[DATA], place["tensor"]):
-                    if part.has(kind, spec) and tile.holders[0] == place["tensor"]:
+                for spec, tile in part.layout.tiles(owner, number):
+                    if part.has(kind, spec) and tile.holders[0] == number:
                         start, num_bytes = (
                             count * dtype.itemsize for count in (tile.offset, tile.numel)
                         )

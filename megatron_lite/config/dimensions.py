@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 # Groups of several dimensions: those that divide samples, and those over which weights are sharded.
 SAMPLES = "samples"
 DATA = "data"
+# The ranks with parts of the same experts' weights.
+EXPERT_PARTS = "expert_parts"
 
 
 class Dimension(NamedTuple):
     """A dimension of the grid.
 
     name: also of the group along it. divides: what its ranks share out. option: its size; `unset`
-    is the value at which nothing sets it: 1 rank, or 0, all ranks that remain. sums: the groups of
-    several dimensions that it is part of; see `distributed.grid.Groups`.
+    is the value at which nothing sets it: 1 rank, or 0, all ranks that remain. within: a dimension
+    whose ranks the option counts, too. sums: the groups of several dimensions that it is part of;
+    see `distributed.grid.Groups`.
     sends: its ranks send each other tensors. in_layers: they exchange inside of each layer.
     kinds: of the collectives along it, as in `distributed.traffic.KINDS`. is_near: they take the
     links within a node if a node has whole groups. remark: on its link in a plan; {name} is the
@@ -37,6 +40,7 @@ class Dimension(NamedTuple):
     divides: str
     option: str = ""
     unset: int = 1
+    within: str = ""
     sums: tuple[str, ...] = ()
     sends: bool = False
     in_layers: bool = False
@@ -75,18 +79,31 @@ DIMENSIONS = (
         divides=SAMPLES,
         option="data_parallel_shard",
         unset=0,
-        sums=("layers", DATA, SAMPLES, "shard"),
+        within="expert",
+        sums=("layers", DATA, SAMPLES, "shard", "expert_shard"),
         kinds=("gather", "reduce"),
         is_near=True,
         remark="hybrid shards gather and reduce at {shard:,.4g} GB/s, and across replicas at {replicate:,.4g} GB/s",
         proved=(1, 2),
     ),
     Dimension(
+        "expert",
+        "E",
+        divides=SAMPLES,
+        option="expert_parallel",
+        sums=("layers", DATA, SAMPLES, "shard", EXPERT_PARTS),
+        in_layers=True,
+        kinds=("expert exchange",),
+        is_near=True,
+        remark="ranks exchange the tokens of experts at {expert:,.4g} GB/s",
+        proved=(2, 4),
+    ),
+    Dimension(
         "tensor",
         "T",
         divides="heads, channels, vocabulary",
         option="tensor_parallel",
-        sums=("layers",),
+        sums=("layers", EXPERT_PARTS),
         in_layers=True,
         kinds=("tensor gather", "tensor reduce", "tensor sum", "tensor scale"),
         is_near=True,
@@ -117,6 +134,8 @@ class RankGrid:
         self.sizes: dict[str, int] = {
             row.name: getattr(options, row.option, row.unset) or row.unset for row in DIMENSIONS
         }
+        for row in DIMENSIONS:
+            self.sizes[row.name] //= self.sizes.get(row.within, 1)
         remaining = world_size // math.prod(filter(None, self.sizes.values()))
         for name, size in reversed(self.sizes.items()):
             if not size:  # the nearest dimension that nothing sets has all ranks that remain

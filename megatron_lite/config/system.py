@@ -184,6 +184,19 @@ class DistributedConfig(Area):
         basic=True,
         aliases="pipeline_model_parallel_size",
     )
+    expert_parallel: PositiveInt = option(
+        1,
+        "ranks of a data-parallel group that share out the experts, and exchange tokens",
+        needs=(
+            Rule("num_experts!=1", "a dense model has no experts to share out", fix="leave it out"),
+        ),
+        excludes=(
+            Rule(
+                "symmetric_memory", "its buffers belong to one group, and experts to a smaller one"
+            ),
+        ),
+        aliases="expert_model_parallel_size",
+    )
     data_parallel_shard: NonNegativeInt | None = optional(
         "hybrid shards: number of neighbouring data-parallel ranks that share weights and gradients; "
         "each further group of that size is a replica; 0: all",
@@ -327,7 +340,7 @@ def shard_of_node(options: DistributedConfig, world_size: int, nodes: int) -> in
     """Return the data-parallel ranks of a node, of nodes with equally many, if they are side by
     side; else 0 (all)."""
     ranks = world_size // ranks_per_sample(options)
-    size, rest = divmod(world_size, nodes * RankGrid(world_size, options).strides["shard"])
+    size, rest = divmod(world_size, nodes * RankGrid(world_size, options).strides["expert"])
     return size if rest == 0 and 1 < size < ranks and ranks % size == 0 else 0
 
 

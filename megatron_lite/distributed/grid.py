@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.config.dimensions import DIMENSIONS, GROUPS, RankGrid
+from megatron_lite.config.dimensions import DIMENSIONS, EXPERT_PARTS, GROUPS, RankGrid
+from megatron_lite.distributed.expert_group import ExpertGroup
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.traffic import Traffic
@@ -19,7 +20,7 @@ from megatron_lite.distributed.traffic import Traffic
 # By name. The others are along one dimension, even if these ranks are those of a larger group.
 OF_SEVERAL = frozenset(group for row in DIMENSIONS for group in row.sums)
 TYPES: Mapping[str, type[Group]] = MappingProxyType(
-    {row.name: PipelineGroup for row in DIMENSIONS if row.sends}
+    {"expert": ExpertGroup, **{row.name: PipelineGroup for row in DIMENSIONS if row.sends}}
 )
 
 
@@ -27,7 +28,8 @@ class Groups(Group):
     """The group of all ranks, with this rank's group for each name in `GROUPS`.
 
     Weights are gathered and gradients reduced over `data`, with hybrid shards over `shard` and
-    `replicate`. Norms and losses are summed over `layers`, then over `pipeline`.
+    `replicate`; those of experts over `expert_shard` and `replicate`. Norms and losses are summed
+    over `layers`, then over `pipeline`.
     """
 
     pipeline: PipelineGroup
@@ -36,6 +38,9 @@ class Groups(Group):
     samples: Group  # those of them with different samples
     shard: Group  # those of them that share full weights and gradients
     replicate: Group  # those with the same place in other such groups
+    expert_shard: Group  # those of `shard` with the same experts
+    expert: ExpertGroup  # those with different experts, which exchange tokens
+    expert_parts: Group  # those that have all experts; with all on each rank, `tensor`
     tensor: Group
 
     def take(self, grid: RankGrid, make: Callable[[str, type[Group]], Group]) -> None:
@@ -49,6 +54,8 @@ class Groups(Group):
         known: dict[frozenset[str], Group] = {_with_several_ranks(grid, grid.sizes): self}
         for name, dimensions in GROUPS.items():
             of_type, several = TYPES.get(name, Group), _with_several_ranks(grid, dimensions)
+            if name == EXPERT_PARTS and "expert" not in several:
+                continue
             if name in OF_SEVERAL and several in known:
                 group = known[several]
             elif name in OF_SEVERAL or several:
@@ -59,6 +66,8 @@ class Groups(Group):
             if name in OF_SEVERAL:
                 known[several] = group
             setattr(self, name, group)
+        if self.expert.world_size == 1:
+            self.expert_parts = self.tensor
 
 
 def divide(

@@ -28,6 +28,7 @@ KINDS = {
     "tensor reduce": "tensor reductions",
     "tensor sum": "tensor sums",  # of hidden states, and of gradients of replicated parameters
     "tensor scale": "tensor scales",  # of 8-bit factors
+    "expert exchange": "exchanges of experts' tokens",  # their counts, results and gradients, too
     "muon gather": "muon gathers",
     "muon reduce": "muon reductions",
     "send": "messages to other pipeline ranks",  # hidden states and their gradients

@@ -246,7 +246,7 @@ def load_weights(
             shard = part.read("weights")
             if not (missing or resize):
                 shard.zero_()
-            for spec, tile in part.layout.tiles(distributed.data.rank):
+            for spec, tile in part.layout.tiles(part.rank):
                 target = shard[tile.offset : tile.end]
                 if spec.name in missing:
                     continue
@@ -334,7 +334,7 @@ def load_moments(
     def fill() -> None:
         for _, part in model.parts():
             for kind in part.kinds():
-                for spec, tile in part.layout.tiles(distributed.data.rank):
+                for spec, tile in part.layout.tiles(part.rank):
                     if (kind, spec.name) in kept:
                         source.read_state(
                             spec.name, kind, tile, part.read(kind)[tile.offset : tile.end]

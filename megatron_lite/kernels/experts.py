@@ -20,7 +20,6 @@ recompute level "activation" x and u, with "full" only x.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,54 +27,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_lite.distributed.expert_group import NOT_SHARED, ExpertGroup
+from megatron_lite.kernels.expert_exchange import Dispatch, Exchange, Segments
 from megatron_lite.kernels.mlp import Bias, activate, activate_backward
 from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.parameter import Function, Parameter
 
 
-class Rows:
-    """The rows of t tokens with K choices each, r = t K, sorted by expert.
+class Products:
+    """The products of sorted rows with their experts' weights. grouped: all rows at once."""
 
-    chosen: (t, K) int64, ascending. grouped: use grouped products.
-    """
-
-    def __init__(self, chosen: Tensor, num_experts: int, grouped: bool = False) -> None:
-        self.experts, self._order = chosen.flatten().sort(stable=True)  # (r,) each
-        self.shape = chosen.shape
-        self.num_experts, self._grouped = num_experts, grouped
-        self.tokens = self._order // chosen.shape[1]  # (r,)
-        every = torch.arange(num_experts, device=chosen.device)
-        self.ends = torch.searchsorted(self.experts, every, right=True, out_int32=True)  # (E,)
-
-    @functools.cached_property
-    def spans(self) -> list[slice]:
-        """Each expert's rows (reads the device). A plan expects equally many."""
-        rows, count = len(self.tokens), self.num_experts
-        ends = (
-            [rows * (expert + 1) // count for expert in range(count)]
-            if self.ends.is_meta
-            else self.ends.tolist()
-        )
-        return [slice(*pair) for pair in itertools.pairwise([0, *ends])]
+    def __init__(self, rows: Segments, grouped: bool) -> None:
+        self.rows, self.grouped = rows, grouped and len(rows.experts) > 0
 
     def _used(self) -> Iterator[tuple[int, slice]]:
-        return ((expert, rows) for expert, rows in enumerate(self.spans) if rows.start < rows.stop)
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return values (t, K) by row, (r, 1)."""
-        return values.flatten()[self._order].unsqueeze(1)
-
-    def by_choice(self, values: Tensor) -> Tensor:
-        """Return values by row (r,) as (t, K)."""
-        return torch.empty_like(values).index_copy_(0, self._order, values).view(self.shape)
+        return (
+            (expert, rows) for expert, rows in enumerate(self.rows.spans) if rows.start < rows.stop
+        )
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return each row of x (r, i) times its expert's weight (o, i)^T plus its bias, (r, o)."""
-        weights = weight.unflatten(0, (self.num_experts, -1))
-        biases = None if bias is None else bias.unflatten(0, (self.num_experts, -1))
-        if self._grouped:
-            result = functional.grouped_mm(x, weights.transpose(1, 2), offs=self.ends)
-            return result if biases is None else result.add_(biases[self.experts])
+        weights = weight.unflatten(0, (self.rows.num_experts, -1))
+        biases = None if bias is None else bias.unflatten(0, (self.rows.num_experts, -1))
+        if self.grouped:
+            result = functional.grouped_mm(x, weights.transpose(1, 2), offs=self.rows.ends)
+            return result if biases is None else result.add_(biases[self.rows.experts])
         result = x.new_empty(len(x), weights.shape[1])
         for expert, rows in self._used():
             own = None if biases is None else biases[expert]
@@ -84,9 +60,9 @@ class Rows:
 
     def times(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Return each row of dy (r, o) times its expert's weight (o, i), (r, i)."""
-        weights = weight.unflatten(0, (self.num_experts, -1))
-        if self._grouped:
-            return functional.grouped_mm(dy, weights, offs=self.ends)
+        weights = weight.unflatten(0, (self.rows.num_experts, -1))
+        if self.grouped:
+            return functional.grouped_mm(dy, weights, offs=self.rows.ends)
         result = dy.new_empty(len(dy), weights.shape[2])
         for expert, rows in self._used():
             product(dy[rows], weights[expert].t(), result[rows])
@@ -99,26 +75,47 @@ class Rows:
             add = functools.partial(self._add_products, weight, dy, x)
             add() if weight.later is None else weight.later.append(add)
         if bias is not None and bias.requires_grad:
-            sums = dy.new_zeros(self.num_experts, dy.shape[1], dtype=bias.main_grad.dtype)
+            sums = dy.new_zeros(self.rows.num_experts, dy.shape[1], dtype=bias.main_grad.dtype)
             for expert, rows in self._used():
                 torch.sum(dy[rows], 0, dtype=sums.dtype, out=sums[expert])
             bias.accumulate(sums.view(-1))
 
     def _add_products(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        if self._grouped:
-            products = functional.grouped_mm(dy.t(), x, offs=self.ends)  # (E, o, i)
-            idle = self.ends == functional.pad(self.ends, (1, -1))
+        if self.grouped:
+            products = functional.grouped_mm(dy.t(), x, offs=self.rows.ends)  # (E, o, i)
+            idle = self.rows.ends == functional.pad(self.rows.ends, (1, -1))
             weight.accumulate(products.masked_fill_(idle.view(-1, 1, 1), 0.0).flatten(0, 1))
             return
         first, totals = (
             weight.begin_gradient(),
-            weight.main_grad.unflatten(0, (self.num_experts, -1)),
+            weight.main_grad.unflatten(0, (self.rows.num_experts, -1)),
         )
-        for expert, rows in enumerate(self.spans):
+        for expert, rows in enumerate(self.rows.spans):
             if rows.start < rows.stop:
                 add_product(totals[expert], dy[rows].t(), x[rows], first)
             elif first:
                 totals[expert].zero_()
+
+
+class Rows(Segments):
+    """The rows of t tokens with K choices each, r = t K, sorted by expert.
+
+    chosen: (t, K) int64, ascending.
+    """
+
+    def __init__(self, chosen: Tensor, num_experts: int) -> None:
+        experts, self._order = chosen.flatten().sort(stable=True)  # (r,) each
+        super().__init__(experts, num_experts)
+        self.shape = chosen.shape
+        self.tokens = self._order // chosen.shape[1]  # (r,)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return values (t, K) by row, (r, 1)."""
+        return values.flatten()[self._order].unsqueeze(1)
+
+    def by_choice(self, values: Tensor) -> Tensor:
+        """Return values by row (r,) as (t, K)."""
+        return torch.empty_like(values).index_copy_(0, self._order, values).view(self.shape)
 
     def summed(self, values: Tensor, scores: Tensor | None = None) -> Tensor:
         """Return each token's sum of its rows of values (r, h), times scores (r, 1): (t, h) in fp32.
@@ -141,7 +138,8 @@ class Rows:
 class _Options(NamedTuple):
     """Arguments of `experts` that are not tensors. adds_bias: whether y includes the down bias."""
 
-    rows: Rows
+    dispatch: Dispatch
+    products: Products
     activation: str
     gated: bool
     limit: float
@@ -166,45 +164,71 @@ class _Experts(Function):
         options: _Options,
     ) -> Tensor:
         ctx.weights, ctx.options = (up, up_bias, down, down_bias), options
-        rows, level = options.rows, options.recompute_level
-        u = rows.affine(x[rows.tokens], up, up_bias)  # (r, f) or (r, 2 f)
+        dispatch, level = options.dispatch, options.recompute_level
+        rows, products = dispatch.home, options.products
+        of_rows = dispatch.rows_of(x)  # (r, h)
+        u = products.affine(of_rows, up, up_bias)  # (r, f) or (r, 2 f)
         z = options.activate(u)  # (r, f)
+        keeps = dispatch.sends and level != "full"
         ctx.save_for_backward(
-            x, scores, None if level == "full" else u, z if level == "none" else None
+            None if keeps else x,
+            of_rows if keeps else None,
+            scores,
+            None if level == "full" else u,
+            z if level == "none" else None,
         )
-        y = rows.affine(z, down, down_bias if options.adds_bias else None)
+        (y,) = dispatch.back(products.affine(z, down, down_bias if options.adds_bias else None))
         return rows.summed(y, rows.of(scores)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scores, u, z = ctx.saved_tensors
+        x, of_rows, scores, u, z = ctx.saved_tensors
         up, up_bias, down, down_bias = ctx.weights
         options: _Options = ctx.options
-        rows, activation, gated, limit, _, triton, adds_bias = options
-        of_rows = x[rows.tokens]  # (r, h)
+        dispatch, products, activation, gated, limit, _, triton, adds_bias = options
+        rows, work = dispatch.home, dispatch.work
+        if of_rows is None:
+            of_rows = dispatch.rows_of(x)  # (r, h)
         if u is None:
-            u = rows.affine(of_rows, up, up_bias)
+            u = products.affine(of_rows, up, up_bias)
         if z is None:
             z = options.activate(u)
-        dy = dy[rows.tokens]  # (r, h)
-        dz = rows.times(dy, down)
+        dtype = dy.dtype
+        dy, scores = dispatch.out(dy[rows.tokens], rows.of(scores))  # (r, h) and (r, 1)
+        dz = products.times(dy, down)
         of_scores = (dz * z).sum(1, dtype=torch.float32)
         if adds_bias and down_bias is not None:
-            biases = down_bias.unflatten(0, (rows.num_experts, -1))[rows.experts]
+            biases = down_bias.unflatten(0, (work.num_experts, -1))[work.experts]
             of_scores += (dy * biases).sum(1, dtype=torch.float32)
-        scores = rows.of(scores)
-        rows.add_gradients(down, down_bias, dy.mul_(scores), z)
+        products.add_gradients(down, down_bias, dy.mul_(scores), z)
         del dy, z
         du, _ = activate_backward(dz.mul_(scores), u, activation, gated, False, triton, limit)
-        rows.add_gradients(up, up_bias, du, of_rows)
-        dx = rows.summed(rows.times(du, up)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, rows.by_choice(of_scores), *(None,) * 5
+        products.add_gradients(up, up_bias, du, of_rows)
+        if not ctx.needs_input_grad[0]:
+            return None, rows.by_choice(*dispatch.back(of_scores)), *(None,) * 5
+        dx, of_scores = dispatch.back(products.times(du, up), of_scores)
+        return rows.summed(dx).to(dtype), rows.by_choice(of_scores), *(None,) * 5
+
+
+def dispatched(
+    x: Tensor, chosen: Tensor, num_experts: int, group: ExpertGroup = NOT_SHARED
+) -> Dispatch:
+    """Start sending tokens x (t, h) to the ranks of their chosen experts (t, K), ascending, int64.
+
+    num_experts: of all ranks. group: those that share them out.
+    """
+    rows = Rows(chosen, num_experts)
+    if group.world_size == 1:
+        return Dispatch(rows, rows)
+    exchange = Exchange(rows, group)
+    exchange.begin(x.detach())
+    return exchange
 
 
 def experts(
     x: Tensor,
     scores: Tensor,
-    chosen: Tensor,
+    dispatch: Dispatch,
     up: Parameter,
     up_bias: Bias,
     down: Parameter,
@@ -216,19 +240,20 @@ def experts(
     adds_bias: bool = True,
     limit: float = 0.0,
 ) -> Tensor:
-    """Compute x (t, h), scores (t, K) in fp32, chosen (t, K) -> y (t, h).
+    """Compute x (t, h), scores (t, K) in fp32 -> y (t, h). E: this rank's experts.
 
     Args:
-        chosen: each token's experts, ascending, int64.
+        dispatch: the rows of x, from `dispatched`.
         up, up_bias: (E f, h) and (E f,) or, if gated, (E 2 f, h) and (E 2 f,), each expert's gate
             first.
         down, down_bias: (E h, f) and (E h,).
         activation, recompute_level, limit: see `mlp`.
         adds_bias: whether y includes the down bias; with f split over ranks, it does on one of them.
     """
-    num_experts = len(down) // x.shape[1]
-    rows = Rows(chosen, num_experts, _can_group(x, down.shape[1]))
-    options = _Options(rows, activation, gated, limit, recompute_level, triton, adds_bias)
+    products = Products(dispatch.work, _can_group(x, down.shape[1]))
+    options = _Options(
+        dispatch, products, activation, gated, limit, recompute_level, triton, adds_bias
+    )
     return _Experts.apply(x, scores, up, up_bias, down, down_bias, options)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.experts import experts
+from megatron_lite.kernels.experts import dispatched, experts
 from megatron_lite.kernels.linear import complete
 from megatron_lite.kernels.routing import (
     Choice,
@@ -172,13 +172,17 @@ class Experts(torch.nn.Module):
         width = config.moe_ffn_hidden_size
         biased, channels = config.add_mlp_biases, parallel.parts(width)
         self.adds_bias = parallel.group.rank == 0
+        self.group = parallel.experts
         self.router = Router(f"{name}.router", config, parallel)
         # each expert's rows, gate rows first
         rows = (width,) * ((2 if config.gated else 1) * count)
-        split, std = parallel.split(0, *[channels] * len(rows)), config.init_method_std_mlp_1
+        split, std = (
+            parallel.split_experts(0, *[channels] * len(rows)),
+            config.init_method_std_mlp_1,
+        )
         self.up = Linear(f"{name}.experts.up", hidden, rows, std, config, biased, split)
         rows, std = (hidden,) * count, config.init_method_std_mlp_2
-        split = parallel.split(1, channels)
+        split = parallel.split_experts(1, channels)
         self.down = Linear(f"{name}.experts.down", width, rows, std, config, biased, split)
         self.shared: MLP | None = None
         if config.num_shared_experts:
@@ -208,10 +212,15 @@ class Experts(torch.nn.Module):
         tokens = _Gathered.apply(hidden, collectives)
         flat = tokens.flatten(0, -2)  # (t, h)
         scores, chosen = self.router(flat, micro_batch)
+        dispatch = dispatched(flat, chosen, self.config.num_experts, self.group)
+        # while the rows are on their way
+        shared = None
+        if self.shared is not None:
+            shared = self.shared(tokens, micro_batch, collectives.unreduced)
         branch = experts(
             flat,
             scores,
-            chosen,
+            dispatch,
             self.up.weight,
             self.up.bias,
             self.down.weight,
@@ -223,6 +232,6 @@ class Experts(torch.nn.Module):
             self.adds_bias,
             self.config.activation_limit,
         ).view(tokens.shape)
-        if self.shared is not None:
-            branch = branch + self.shared(tokens, micro_batch, collectives.unreduced)
+        if shared is not None:
+            branch = branch + shared
         return branch if after is not None else collectives.joined(branch)

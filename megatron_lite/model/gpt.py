@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from megatron_lite.config import Config, ModelConfig, PerformanceConfig
 from megatron_lite.config.mup import Factors, factors, with_factors
@@ -54,18 +54,18 @@ def build_gpt(
     return [embedding, *blocks, Head(config, embedding, kernels, parallel, logit_z_loss)]
 
 
-def model_layers(config: Config, kernels: Kernels, tensor: Group | None = None) -> list[Layer]:
+def model_layers(config: Config, kernels: Kernels, groups: Any = None) -> list[Layer]:
     """Build the layers on the meta device and set learning-rate scales and weight decay as
     configured.
 
-    tensor: the tensor-parallel group; None: this rank alone.
+    groups: this rank's `Distributed`, or a plan's substitute; None: this rank alone.
 
     Raises:
         UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules or
             --quantization_targets matches nothing, or everything would be frozen.
     """
     length, z_loss = config.batch.sequence_length, config.training.logit_z_loss
-    parallel = ALONE if tensor is None else tensor_parallel(config, tensor)
+    parallel = ALONE if groups is None else tensor_parallel(config, groups)
     layers = build_gpt(config.model, length, kernels, z_loss, config.performance, parallel)
     optimizer, parameters = config.optimizer, parameters_of(layers)
     router = 1.0 if optimizer.router_lr_scale is None else optimizer.router_lr_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ class Linear(torch.nn.Module):
         self.bias: Parameter | None = None
         if biased:
             biases = weights if config.random_bias_init else Initializer("constant", 0.0)
-            of_bias = split if split.dim == 0 else Split(split.ranks, split.rank)
+            of_bias = replace(split, dim=0, blocks=(), sums_gradients=False) if split.dim else split
             self.bias = declare(
                 ParameterSpec(f"{name}.bias", (out_size,), biases, weight_decay=0.0, split=of_bias)
             )

@@ -7,11 +7,13 @@ positions and biases of the residual stream are replicated.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron_lite.config import Config, ModelConfig
+from megatron_lite.distributed.expert_group import NOT_SHARED, ExpertGroup
 from megatron_lite.distributed.rank_group import Group, alone
 from megatron_lite.kernels.tensor_collectives import (
     Collectives,
@@ -34,6 +36,7 @@ class TensorParallel:
     splits_tokens: bool = False
     splits_vocabulary: bool = True
     in_halves: bool = False
+    experts: ExpertGroup = NOT_SHARED  # the ranks that share out the experts
 
     @functools.cached_property
     def collectives(self) -> dict[bool, Collectives]:
@@ -63,6 +66,13 @@ class TensorParallel:
         """Return a parameter's split along `dim`; ranks that share a part sum its gradient."""
         return Split(self.group.world_size, self.group.rank, dim, blocks, sums_gradients=True)
 
+    def split_experts(self, dim: int, *blocks: Block) -> Split:
+        """Return the split of a parameter of all experts: their rows over the ranks that share them
+        out, and then along `dim`."""
+        split, group = self.split(dim, *blocks), self.experts
+        ranks, rank = group.world_size * split.ranks, group.rank * split.ranks + split.rank
+        return replace(split, ranks=ranks, rank=rank, expert_ranks=group.world_size)
+
     def replicated(self, inside: bool = False) -> Split:
         """Return the split of a replicated parameter.
 
@@ -88,12 +98,13 @@ class TensorParallel:
 ALONE = TensorParallel(alone(torch.device("cpu")))
 
 
-def tensor_parallel(config: Config, group: Group) -> TensorParallel:
-    """Return how the configured options split the model over a group."""
+def tensor_parallel(config: Config, groups: Any) -> TensorParallel:
+    """Return how the configured options split the layers over a rank's groups."""
     options = config.distributed
     return TensorParallel(
-        group,
+        groups.tensor,
         options.sequence_tensor_parallel,
         options.parallel_embeddings,
         options.overlap_tensor_reduce,
+        groups.expert,
     )

@@ -34,7 +34,7 @@ def time_collectives(
                     stage.weights.holder = None
                     stage.gather()
                     stage.weights.wait()
-                elif (part := stage.trainable) is not None and part.group.world_size > 1:
+                for part in stage.trainable if kind == "reduce" else ():
                     part.group.reduce_scatter(part.full_gradients).wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)

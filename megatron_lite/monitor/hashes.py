@@ -18,7 +18,8 @@ CHUNK_NUMEL = 2**20  # elements hashed at a time: 24 MiB of temporary integers
 # Integers by width in bytes, for reading the bits of floating-point numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Fingerprint = dict[str, str]  # hash by name of a weight's tile, or of a counter
-Holders = tuple[int, ...]  # tensor-parallel ranks that store the same
+# expert-parallel ranks, and those of the ranks with a whole parameter that store the same
+Holders = tuple[int, tuple[int, ...]]
 
 
 def bit_hash(flat: Tensor, prepare: Callable[[Tensor], Tensor] = lambda chunk: chunk) -> Tensor:
@@ -46,14 +47,18 @@ def weight_hashes(weights: Iterator[tuple[ParameterSpec, Tensor]]) -> dict[Holde
     """
     # Hash each before the next: stages share the memory of their weights.
     hashed = [
-        (tile, bit_hash(local.view(-1)[tile.offset : tile.end]))
+        (
+            (spec.split.expert_ranks, tile.holders),
+            tile.name,
+            bit_hash(local.view(-1)[tile.offset : tile.end]),
+        )
         for spec, local in weights
         for tile in spec.tiles
     ]
     found: dict[Holders, Fingerprint] = {}
-    values = torch.stack([value for _, value in hashed]).tolist()
-    for (tile, _), value in zip(hashed, values, strict=True):
-        found.setdefault(tile.holders, {})[tile.name] = f"{value:x}"
+    values = torch.stack([value for *_, value in hashed]).tolist()
+    for (holders, name, _), value in zip(hashed, values, strict=True):
+        found.setdefault(holders, {})[name] = f"{value:x}"
     return found
 
 

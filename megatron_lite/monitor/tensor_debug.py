@@ -27,6 +27,7 @@ from megatron_lite.distributed.processes import proc_file
 from megatron_lite.monitor.hashes import BITS
 from megatron_lite.monitor.logging import MIB
 from megatron_lite.monitor.tensor_log import TensorEntry, summarize, write_tensor_log
+from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.replicas import Replicas, assembled
 
 LEVELS = tuple(
@@ -237,7 +238,7 @@ class TensorDebugger:
         for _, part in model.parts() if level or self.copies is not None else ():
             if self.copies is not None:
                 self.copies.shard(when, part.replicas, part.read("weights"))
-            for name, tensor in self._pieces(part.layout, part.read("weights")) if level else ():
+            for name, tensor in self._pieces(part, part.read("weights")) if level else ():
                 self._log(f"{name} {when}", tensor, level)
 
     def gradients_reduced(self, model: Any) -> None:
@@ -254,7 +255,7 @@ class TensorDebugger:
                 self.copies.shard("gradient", part.replicas, part.grad_shard)
             if not whole and not each:
                 continue
-            pieces = list(self._pieces(part.layout, part.grad_shard))
+            pieces = list(self._pieces(part, part.grad_shard))
             if whole:
                 flat = torch.cat(
                     [part.grad_shard[:0], *(tensor.reshape(-1) for _, tensor in pieces)]
@@ -267,29 +268,29 @@ class TensorDebugger:
             for name, tensor in pieces if each else ():
                 self._log(f"{name} gradient", tensor, each)
 
-    def _pieces(self, layout: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _pieces(self, part: FlatShard, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of the parameters in a flat shard, (shard_numel,).
 
         Global: full parameters, on the first rank only. Otherwise this rank's pieces, named by the
         indices of the tensor-parallel rank and, if they are partial, by their bounds in its
         flattened part.
         """
+        layout, rank = part.layout, part.rank
         if self.config.debug_global_tensors:
-            ranks, size = self.distributed.layers, self.distributed.tensor.world_size
+            ranks, size = self.distributed.layers, part.split_over.world_size
             shards = ranks.gathered(shard.detach(), "debug")
             firsts = [
                 size * layout.holder(number)
                 for number in range(layout.world_size if ranks.rank == 0 else 0)
             ]
             flats = [
-                torch.cat([shards[first + rank] for first in firsts])
-                for rank in range(size if firsts else 0)
+                torch.cat([shards[first + place] for first in firsts])
+                for place in range(size if firsts else 0)
             ]
             for slot in layout.slots if flats else ():
-                place = slice(slot.offset, slot.offset + slot.spec.padded_numel)
-                yield slot.spec.name, assembled(slot.spec, [flat[place] for flat in flats])
+                bounds = slice(slot.offset, slot.offset + slot.spec.padded_numel)
+                yield slot.spec.name, assembled(slot.spec, [flat[bounds] for flat in flats])
             return
-        rank = self.distributed.data.rank
         low = layout.start(rank)
         for slot, start, end in layout.pieces(rank):
             piece = shard[slot.offset + start - low : slot.offset + end - low]

@@ -185,14 +185,13 @@ class Watch:
         self._routers = routers if "experts" in options.watch else {}
         self._distributed = distributed
         self._log = log
-        self._all_parts = {
-            stage: stage.trainable for stage in model.all_stages if stage.trainable is not None
-        }
+        self._all_parts = {stage: stage.trainable for stage in model.all_stages if stage.trainable}
         self._parts = {
-            stage: part for stage, part in self._all_parts.items() if stage in model.stages
+            stage: parts for stage, parts in self._all_parts.items() if stage in model.stages
         }
         self._bins = bin_places(distributed.device) if options.watch_histograms else None
-        largest = max((part.layout.shard_numel for part in self._parts.values()), default=0)
+        shards = [sum(part.layout.shard_numel for part in parts) for parts in self._parts.values()]
+        largest = max(shards, default=0)
         old = largest if "updates" in options.watch else 0
         self._old = torch.empty(old, dtype=torch.float32, device=distributed.device)
         self._tables: dict[str, TargetTable] = {}
@@ -210,7 +209,7 @@ class Watch:
             self._send(iteration)
             return updated
         if "grads" in self._tables:
-            for part in self._parts.values():
+            for part in itertools.chain(*self._parts.values()):
                 self._measure("grads", part, part.grad_shard.__getitem__)
         self._keep_weights(next(iter(self._parts.values())))
         return partial(self._after_update, iteration, updated)
@@ -218,14 +217,16 @@ class Watch:
     def _after_update(self, iteration: int, updated: Updated, stage: Stage) -> None:
         """Measure a stage after its update; after the last stage, join the ranks and send."""
         updated(stage)  # first: it may start a gather, which overlaps with the rest
-        part = self._parts[stage]
-        readers: dict[str, Callable[[slice], Tensor]] = {
-            "updates": partial(self._update, part),
-            "params": part.weights.read,
-            **{kind: moment.__getitem__ for kind, moment in part.moments.items()},
-        }
-        for target in readers.keys() & self._tables.keys():
-            self._measure(target, part, readers[target])
+        start = 0  # of the part's old weights
+        for part in self._parts[stage]:
+            readers: dict[str, Callable[[slice], Tensor]] = {
+                "updates": partial(self._update, part, self._old[start:]),
+                "params": part.weights.read,
+                **{kind: moment.__getitem__ for kind, moment in part.moments.items()},
+            }
+            for target in readers.keys() & self._tables.keys():
+                self._measure(target, part, readers[target])
+            start += part.layout.shard_numel
         order = [*self._parts]
         if stage is not order[-1]:
             self._keep_weights(self._parts[order[order.index(stage) + 1]])
@@ -240,7 +241,9 @@ class Watch:
         for target in self._options.watch:
             if target == "opt_state":
                 kinds = dict.fromkeys(
-                    kind for part in self._all_parts.values() for kind in part.kinds()
+                    kind
+                    for part in itertools.chain(*self._all_parts.values())
+                    for kind in part.kinds()
                 )
                 yield from (kind for kind in kinds if kind not in ("weights", "average"))
             elif target != "experts":
@@ -248,13 +251,14 @@ class Watch:
 
     def _new_table(self, target: str) -> TargetTable:
         rows: dict[str, Row] = {}
-        for stage, part in self._all_parts.items():
+        for stage, parts in self._all_parts.items():
             layers = {
                 cast(Parameter, parameter).spec.name: layer.name
                 for layer in stage.layers
                 for parameter in layer.parameters()
             }
-            for spec in (slot.spec for slot in part.layout.slots if part.has(target, slot.spec)):
+            slots = ((part, slot.spec) for part in parts for slot in part.layout.slots)
+            for spec in (spec for part, spec in slots if part.has(target, spec)):
                 rows[spec.name] = Row(len(rows), layers[spec.name], spec.numel)
         width = 3 if self._bins is None else 3 + BINS
         return TargetTable(
@@ -265,9 +269,9 @@ class Watch:
     def _measure(self, target: str, part: FlatShard, read: Callable[[slice], Tensor]) -> None:
         """Summarize this rank's pieces of a part's parameters; `read` returns a slice of the
         shard."""
-        table, rank = self._tables[target], self._distributed.data.rank
-        for slot, start, end in part.layout.pieces(rank):
-            first = slot.offset + start - part.layout.start(rank)
+        table = self._tables[target]
+        for slot, start, end in part.layout.pieces(part.rank):
+            first = slot.offset + start - part.layout.start(part.rank)
             counted = part.counted(first, first + end - start)
             if counted and (row := table.rows.get(slot.spec.name)) is not None:
                 cut = (
@@ -277,15 +281,18 @@ class Watch:
                 )
                 table.values[row.place] = summarize(map(read, cut), target == SQUARED, self._bins)
 
-    def _keep_weights(self, part: FlatShard) -> None:
-        """Copy a shard's weights before its update, if updates are watched."""
-        if "updates" in self._tables:
-            for bounds in chunk_bounds(self._old, 0, part.layout.shard_numel):
-                self._old[bounds].copy_(part.weights.read(bounds))
+    def _keep_weights(self, parts: Iterable[FlatShard]) -> None:
+        """Copy a stage's weights before their update, if updates are watched."""
+        start = 0
+        for part in parts if "updates" in self._tables else ():
+            old, numel = self._old[start:], part.layout.shard_numel
+            for bounds in chunk_bounds(old, 0, numel):
+                old[bounds].copy_(part.weights.read(bounds))
+            start += numel
 
-    def _update(self, part: FlatShard, bounds: slice) -> Tensor:
+    def _update(self, part: FlatShard, kept: Tensor, bounds: slice) -> Tensor:
         """Return new minus old weights, in the memory of the old weights."""
-        old = self._old[bounds]
+        old = kept[bounds]
         return torch.sub(part.weights.read(bounds), old, out=old)
 
     # -- over the ranks

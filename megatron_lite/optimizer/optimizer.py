@@ -73,15 +73,15 @@ class Optimizer:
             stage for stage in all_stages if any(part.has_memory for part in stage.parts)
         ]
         self._indices = torch.tensor([stage.index for stage in stages], device=distributed.device)
-        trained = [
-            Trained(stage, part) for stage in all_stages if (part := stage.trainable) is not None
-        ]
+        trained = [Trained(stage, part) for stage in all_stages for part in stage.trainable]
         self._trained = [each for each in trained if each.part.has_memory]
         # gradients of this rank's stages that count in the norm
         self._counted = [
-            [part.grad_shard[start:end] for start, end in part.counted()]
-            if (part := stage.trainable)
-            else []
+            [
+                part.grad_shard[start:end]
+                for part in stage.trainable
+                for start, end in part.counted()
+            ]
             for stage in stages
         ]
         self._rule = rule_of(config.optimizer)(config.optimizer, trained, distributed, kernels)
@@ -151,7 +151,8 @@ class Optimizer:
             self._rule.apply(trained, numbers)
             if self._averages:
                 self.averaging.follow(trained.part)
-            updated(trained.stage)
+            if trained.part is trained.stage.trainable[-1]:
+                updated(trained.stage)
         if self.loss_scale.dynamic:
             self.loss_scale.update(verdict.overflow)
         for follower in self._followers.values():

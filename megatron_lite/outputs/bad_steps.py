@@ -236,7 +236,7 @@ def _squares(run: Run) -> dict[str, float]:
     replicas."""
     sums: dict[str, Tensor] = {}
     for _, part in run.model.parts():
-        for spec, tile in part.layout.tiles(run.distributed.data.rank) if part.has_state else ():
+        for spec, tile in part.layout.tiles(part.rank) if part.has_state else ():
             for low, high in part.counted(tile.offset, tile.end):
                 square = part.grad_shard[low:high].double().square().sum()
                 sums[spec.name] = sums[spec.name] + square if spec.name in sums else square

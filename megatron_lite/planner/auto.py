@@ -101,7 +101,7 @@ def blocks_per_stage(config: Config, world_size: int, device_type: str) -> tuple
     ranks = group.shard.world_size
     if ranks == 1:
         return 1, Note("--layers_per_stage=auto is 1: one rank gathers nothing")
-    block = model_layers(config, REFERENCES, group.tensor)[1]
+    block = model_layers(config, REFERENCES, group)[1]
     numel = sum(
         parameter.spec.local_numel
         for parameter in block.parameters()

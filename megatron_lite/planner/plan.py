@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_lite.config import RECOMPUTE_LEVELS, Config, DistributedConfig, changed
 from megatron_lite.config.dimensions import DIMENSIONS, RankGrid, layer_options
 from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.expert_group import ExpertGroup
 from megatron_lite.distributed.grid import Groups
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.rank_group import Group
@@ -74,6 +75,8 @@ class SimulatedGroup(Groups):
             size = grid.size(name)
             if of_type is PipelineGroup:
                 return SimulatedPipeline(place[name], size, self.device, None, self.traffic)
+            if of_type is ExpertGroup:
+                return SimulatedExperts(place[name], size, self.device, None, self.traffic)
             # Groups inside of layers allocate nothing; their traffic depends on the planned device
             # type (`zero/replicas.py`).
             on = device_type if device == "meta" and name in IN_LAYERS else device
@@ -92,6 +95,15 @@ class SimulatedGroup(Groups):
 
     def wait_for(self, event: Event) -> None:
         """Return immediately: a plan queues nothing."""
+
+
+class SimulatedExperts(ExpertGroup):
+    """One rank of those that share out the experts: counts exchanges and moves nothing."""
+
+    def _exchange(
+        self, found: Tensor, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Handle:
+        return Works()
 
 
 class SimulatedPipeline(PipelineGroup):
@@ -179,7 +191,7 @@ def planned_durations(
 def planned_model(config: Config, group: SimulatedGroup, device_type: str) -> MultiStage:
     """Return the engine's own model for one rank of `group`, on the meta device."""
     kernels = choose_kernels(config, torch.device(device_type), planned=True)
-    return partitioned(config, model_layers(config, kernels, group.tensor), group)
+    return partitioned(config, model_layers(config, kernels, group), group)
 
 
 class Planner:
@@ -323,7 +335,7 @@ def count_traffic(
                 for exchange in (stage.gather_update, stage.reduce_update):
                     exchange()
                     stage.update_buffer.wait()
-            if stage.trainable is not None:
+            if stage.trainable:
                 model.updated(stage)
         model.gather_ahead()
     return traffic.take()

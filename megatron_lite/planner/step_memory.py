@@ -60,7 +60,7 @@ class Partition:
         self._orders: dict[Any, Order] = {}
         self._steps: dict[Any, list[Step]] = {}
         self.state_bytes = sum(row.bytes for row in model.memory.table())
-        trained = [stage.trainable for stage in model.stages if stage.trainable is not None]
+        trained = [part for stage in model.stages for part in stage.trainable]
         # elements
         self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)
         # of Muon, for one matrix at a time
@@ -68,7 +68,10 @@ class Partition:
         self.update_products = Counter[Product]()
         updated = [stage for stage in model.stages if stage.update_buffer is not None]
         matrices = (
-            (m.rows, m.columns, len(m.tiles) > 1) for stage in updated for m in matrices_of(stage)
+            (m.rows, m.columns, len(m.tiles) > 1)
+            for stage in updated
+            for part in stage.trainable
+            for m in matrices_of(part)
         )
         for (rows, columns, assembled), count in Counter(matrices).items():
             cost = self._meter.orthogonalization(rows, columns)

@@ -19,6 +19,7 @@ from megatron_lite.validation.rules import Problem, Problems, declared, reported
 from megatron_lite.validation.sizes import (
     data_parallel_shard,
     data_ranks,
+    expert_parallel,
     pipeline_parallel,
     sizes,
     tensor_parallel,
@@ -110,6 +111,7 @@ def _cross_check(draft: Draft, world_size: int, nodes: int = 1) -> Problems:
     yield from tensor_parallel(draft, world_size)
     yield from pipeline_parallel(draft, world_size)
     yield from data_parallel_shard(draft, world_size, nodes)
+    yield from expert_parallel(draft, world_size)
     yield from batch(draft, data_ranks(draft, world_size))
     yield from areas.length(draft)
     yield from learning_rate(draft)

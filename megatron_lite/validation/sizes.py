@@ -122,6 +122,28 @@ def data_parallel_shard(draft: Draft, world_size: int, nodes: int) -> Problems:
         yield "data_parallel_shard", rule, "tensor_parallel pipeline_parallel world_size dry_run"
 
 
+def expert_parallel(draft: Draft, world_size: int) -> Problems:
+    """Check that experts and ranks divide by --expert_parallel."""
+    ranks, experts = draft.expert_parallel, draft.num_experts
+    whole = data_ranks(draft, world_size)
+    shard = draft.data_parallel_shard or whole
+    others = "tensor_parallel pipeline_parallel world_size dry_run"
+    if experts == 1:
+        return
+    if experts % ranks:
+        rule = f"each rank has equally many of them; write --expert_parallel={math.gcd(ranks, experts)}"
+        yield "expert_parallel num_experts", rule
+    elif whole % ranks:
+        rule = (
+            f"the {counted(whole, 'data-parallel rank')} must be a multiple; start more with torchrun, or write "
+            f"--expert_parallel={math.gcd(ranks, whole)}"
+        )
+        yield "expert_parallel", rule, others
+    elif shard % ranks:
+        rule = f"the ranks of a replica have all experts; write --expert_parallel={math.gcd(ranks, shard)}"
+        yield "expert_parallel data_parallel_shard", rule, others
+
+
 def _chosen_pipeline(draft: Draft, stages: int) -> tuple[str, str]:
     """Return schedule and placement without `auto`. stages: of blocks."""
     schedule, placement = draft.pipeline_schedule, draft.pipeline_placement

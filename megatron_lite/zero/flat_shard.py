@@ -1,7 +1,8 @@
 """A stage's trainable or frozen parameters as one flat range, and this rank's shard of it.
 
-A stage's weight buffer contains the trainable range, then the frozen range; its gradient buffer
-only the trainable range.
+A stage's weight buffer contains the trainable ranges, then the frozen ones; its gradient buffer
+only the trainable ones. With expert parallelism, ranges of experts are apart: fewer ranks share
+them.
 """
 
 from __future__ import annotations
@@ -89,8 +90,13 @@ class FlatShard:
         groups: Any,
         state: OptimizerState,
     ) -> None:
-        self.group, self.replicate = groups.shard, groups.replicate
-        self.rank: int = groups.data.rank
+        self.has_experts = specs[0].split.expert_ranks > 1
+        self.replicate = groups.replicate
+        self.group = groups.expert_shard if self.has_experts else groups.shard
+        # the ranks that together have the whole parameters
+        self.split_over: Group = groups.expert_parts if self.has_experts else groups.tensor
+        # among the data-parallel ranks that own shards of this range
+        self.rank: int = groups.data.rank // specs[0].split.expert_ranks
         self.layout = lay_out(specs, self.group.world_size, self.replicate.world_size)
         # None: no tensor parallelism, so these parameters have no copies.
         self.replicas = (

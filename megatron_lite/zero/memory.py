@@ -113,10 +113,13 @@ class Memory:
         parts = [part for stage in self.stages for part in stage.parts if part.has_memory]
         trained, frozen = [p for p in parts if not p.frozen], [p for p in parts if p.frozen]
         stateful = [part for part in parts if part.has_state]
-        largest = max((part.layout.shard_numel for part in stateful), default=0)
+        largest: dict[Group, int] = {}
+        for part in stateful:
+            largest[part.group] = max(largest.get(part.group, 0), part.layout.shard_numel)
         replicate, dtype = self._replicate, self._precision.gradients
-        scratch = self._group.reduction_scratch_bytes(replicate.world_size * largest, dtype)
-        scratch += replicate.reduction_scratch_bytes(largest, dtype)
+        scratch = replicate.reduction_scratch_bytes(max(largest.values(), default=0), dtype)
+        for group, numel in largest.items():
+            scratch += group.reduction_scratch_bytes(replicate.world_size * numel, dtype)
         trained_kind = "weight remainders" if self._precision.split_master else "weight shards"
         sizes = {
             trained_kind: [_weight_bytes(part) for part in trained],

@@ -239,9 +239,9 @@ class MultiStage:
         for stage in self.all_stages:
             owner = self.pipeline.rank_of[stage.index]
             weights = self._weights_of(stage) if owner == self.ranks.rank else iter(())
-            for spec in stage.specs():
+            for part, spec in stage.specs_by_part():
                 _, local = next(weights, (spec, None))
-                whole = None if local is None else whole_parameter(spec, local, self.tensor)
+                whole = None if local is None else whole_parameter(spec, local, part.split_over)
                 yield spec.name, self.ranks.from_owner(whole, owner)
 
     def local_weights(self) -> Iterator[tuple[ParameterSpec, Tensor]]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.traffic import Handle
 from megatron_lite.zero.flat_shard import BufferRange, FlatShard, Precision
 from megatron_lite.zero.schedule import Step
@@ -98,7 +99,7 @@ class HybridStage(Stage):
 
     shard_type = HybridShard
     parts: tuple[HybridShard, ...]
-    trainable: HybridShard | None
+    trainable: tuple[HybridShard, ...]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -128,7 +129,7 @@ class HybridStage(Stage):
 
     def finish_reduction(self) -> None:
         """See `Stage`."""
-        if self.gradients is not None and self.trainable is not None:
+        if self.gradients is not None:
             self._go_on()
             if self._reduction is None:
                 self._reduce_across()
@@ -145,8 +146,8 @@ class HybridStage(Stage):
 
     def updated(self) -> None:
         """Start gathering the updated weights across replicas."""
-        if self.trainable is not None:
-            self.trainable.start_gather()
+        for part in self.trainable:
+            part.start_gather()
 
     def invalidate(self) -> None:
         """Gather all weights across replicas again after they changed."""
@@ -158,10 +159,10 @@ class HybridStage(Stage):
             self.reduced.popleft()._reduce_across()
 
     def _reduce_across(self) -> None:
-        assert self.gradients is not None and self.trainable is not None
+        assert self.gradients is not None
         self.gradients.wait()
-        self._reduction = self.trainable.replicate.reduce_scatter(
-            self.trainable.sums, "replica reduce"
+        self._reduction = Works(
+            [part.replicate.reduce_scatter(part.sums, "replica reduce") for part in self.trainable]
         )
 
     def _aside(self) -> AbstractContextManager[Any]:

@@ -37,8 +37,11 @@ class Replicas:
 
     def __init__(self, layout: FlatLayout, rank: int, tensor: Group) -> None:
         """Find the replicated tiles. rank: in the data-parallel group."""
-        self._tensor = tensor
-        held = list(layout.tiles(rank))
+        self._tensor, size = tensor, tensor.world_size
+        held = [
+            (spec, tile._replace(holders=tuple(holder % size for holder in tile.holders)))
+            for spec, tile in layout.tiles(rank)  # of experts, holders count other groups, too
+        ]
         tiles = [tile for _, tile in held]
         self.segments = _segments(
             [(tile.offset, tile.holders[0] == tensor.rank) for tile in tiles], layout.shard_numel

@@ -107,9 +107,9 @@ class Stage:
         kinds = itertools.groupby(sorted(specs, key=_kind), key=_kind)
         self.parts = tuple(
             self.shard_type([*some], is_frozen, training, groups, state)
-            for (is_frozen, _), some in kinds
+            for (is_frozen, *_), some in kinds
         )
-        self.trainable = next((part for part in self.parts if part.has_state), None)
+        self.trainable = tuple(part for part in self.parts if part.has_state)
         # An embedding's gradient needs only the tokens, so its backward pass gathers no weights.
         self.backward_needs_weights = any(layer.backward_needs_weights for layer in layers)
         self._tape: dict[
@@ -127,31 +127,39 @@ class Stage:
     @property
     def grad_numel(self) -> int:
         """Elements of the full gradients, padding included."""
-        return self.trainable.layout.numel if self.trainable else 0
+        return sum(part.layout.numel for part in self.trainable)
 
     @property
     def update_numel(self) -> int:
         """Elements that the optimizer gathers: all shards, if it updates matrices of this stage as
         a whole."""
-        part = self.trainable
-        gathers = part and part.whole_matrices and part.layout.first_matrix < part.layout.numel
-        return self.world.world_size * part.layout.shard_numel if part and gathers else 0
+        return sum(self.world.world_size * part.layout.shard_numel for part in self.with_matrices)
+
+    @property
+    def with_matrices(self) -> list[FlatShard]:
+        """The parts with matrices that the optimizer updates as a whole."""
+        return [
+            part
+            for part in self.trainable
+            if part.whole_matrices and part.layout.first_matrix < part.layout.numel
+        ]
 
     def allocate(self, weights: Buffer, gradients: Buffer | None, precision: Precision) -> None:
         """Allocate the shards (views of a buffer that no other stage uses) and place the parameters
         in the buffers."""
         self.weights, self.gradients = weights, gradients
+        sizes = [part.layout.numel for part in self.trainable]
+        full_sums = iter(gradients.data[: sum(sizes)].split(sizes) if gradients else ())
         for part, full_weights in zip(self.parts, self._ranges(weights), strict=True):
             sums = None
             if gradients and part.has_state:
-                sums = BufferRange(gradients.data[: part.layout.numel], gradients.is_owned)
+                sums = BufferRange(next(full_sums), gradients.is_owned)
             is_owned = weights.is_owned or part.is_state
             part.allocate(BufferRange(full_weights, is_owned), sums, precision)
         self._placed = self._materialize()
-        trainable = self.trainable
-        self._gradient_gaps = (
-            [trainable.full_gradients[a:b] for a, b in trainable.layout.gaps] if trainable else []
-        )
+        self._gradient_gaps = [
+            part.full_gradients[a:b] for part in self.trainable for a, b in part.layout.gaps
+        ]
         self.trained = [parameter for _, parameter in self._placed if parameter.requires_grad]
 
     def compute_with(self, buffer: Buffer, averages: bool) -> None:
@@ -256,26 +264,31 @@ class Stage:
     def reduce(self, again: bool) -> None:
         """Start summing all ranks' full gradients into the shards; `again`: add to the shards."""
         self.require_gradients()
-        assert self.gradients is not None and self.trainable is not None
+        assert self.gradients is not None
         for parameter in self.trained:
             if parameter.gradient_is_empty:  # not used in this iteration
                 parameter.gradient_is_empty = False
                 parameter.main_grad.zero_()
         self.gradients.holder = None
-        part = self.trainable
-        if part.group.world_size == 1 and part.shares_gradients:
-            assert not again, (
-                f"stage {self.index} has the only copy of its gradients, and reduces it twice"
-            )
-            return
-        reduction = part.group.reduce_scatter(part.full_gradients)
-        self.gradients.start(ShardUpdate(reduction, part.own_gradients, part.sums, again))
+        updates = []
+        for part in self.trainable:
+            if part.group.world_size == 1 and part.shares_gradients:
+                assert not again, (
+                    f"stage {self.index} has the only copy of its gradients, and reduces it twice"
+                )
+                continue
+            reduction = part.group.reduce_scatter(part.full_gradients)
+            updates.append(ShardUpdate(reduction, part.own_gradients, part.sums, again))
+        if updates:
+            self.gradients.start(Works(updates))
 
     def finish_reduction(self) -> None:
         """Wait for the pending reduction, and complete the gradients of parameters with several
         copies."""
-        if self.gradients is not None and (part := self.trainable) is not None:
-            self.gradients.wait()
+        if self.gradients is None:
+            return
+        self.gradients.wait()
+        for part in self.trainable:
             if part.replicas is not None:
                 part.replicas.sum_gradients(part.grad_shard)
 
@@ -292,29 +305,30 @@ class Stage:
     # -- gather and reduce for an optimizer that needs whole matrices
     # -----------------------------------------------
 
-    @property
-    def full_update(self) -> Tensor:
-        """Momentum of the trainable range, later its orthogonalized form, (update_numel,) in bf16.
+    def full_updates(self) -> Iterator[tuple[FlatShard, Tensor]]:
+        """Yield each part of `with_matrices` with its momentum, later its orthogonalized form, in
+        bf16.
 
-        All shards in rank order, so a tensor-parallel group's shards are adjacent.
+        All shards in rank order, so those of a group with parts of a matrix are adjacent.
         """
         assert self.update_buffer is not None, f"stage {self.index} has no matrices"
-        return self.update_buffer.data[: self.update_numel]
+        sizes = [self.world.world_size * part.layout.shard_numel for part in self.with_matrices]
+        ranges = self.update_buffer.data[: self.update_numel].split(sizes)
+        return zip(self.with_matrices, ranges, strict=True)
 
     def gather_update(self) -> None:
-        """Start gathering `full_update` from the slices that the ranks have written."""
-        if self.world.world_size > 1:
-            cast(Buffer, self.update_buffer).start(
-                self.world.all_gather(self.full_update, "muon gather")
-            )
+        """Start gathering `full_updates` from the slices that the ranks have written."""
+        self._exchange_updates(self.world.all_gather, "muon gather")
 
     def reduce_update(self) -> None:
-        """Start summing `full_update` into each rank's slice; each element is nonzero on one rank
+        """Start summing `full_updates` into each rank's slice; each element is nonzero on one rank
         only."""
+        self._exchange_updates(self.world.reduce_scatter, "muon reduce")
+
+    def _exchange_updates(self, start: Callable[[Tensor, str], Handle], kind: str) -> None:
         if self.world.world_size > 1:
-            cast(Buffer, self.update_buffer).start(
-                self.world.reduce_scatter(self.full_update, "muon reduce")
-            )
+            works = Works([start(full, kind) for _, full in self.full_updates()])
+            cast(Buffer, self.update_buffer).start(works)
 
     # -- guards: autograd cannot see a wrong buffer behind a parameter
     # ----------------------------------------------
@@ -343,9 +357,12 @@ class Stage:
         yield from self._placed
 
     def specs(self) -> Iterator[ParameterSpec]:
-        """Yield the specs in the order of `parameters`, for any pipeline rank's stage."""
-        for _, slot in self._places():
-            yield slot.spec
+        """Return the specs in the order of `parameters`, for any pipeline rank's stage."""
+        return (spec for _, spec in self.specs_by_part())
+
+    def specs_by_part(self) -> Iterator[tuple[FlatShard, ParameterSpec]]:
+        """Yield each part with its specs, in the order of `parameters`."""
+        return ((part, slot.spec) for part, slot in self._places())
 
     def _run(self, hidden: Tensor | None, micro_batch: Any, slot: int | None) -> Tensor:
         """Run the layers. slot: index of the micro-batch in the step, for the observer; None: do
@@ -402,5 +419,5 @@ class Stage:
         return [(name, placed[name]) for name in places]
 
 
-def _kind(spec: ParameterSpec) -> tuple[bool, bool]:
-    return not spec.trainable, spec.is_state
+def _kind(spec: ParameterSpec) -> tuple[bool, bool, bool]:
+    return not spec.trainable, spec.is_state, spec.split.expert_ranks > 1

@@ -1,5 +1,5 @@
-"""A checkpoint of any number of tensor-parallel ranks, data-parallel ranks and ZeRO stage serves
-any other.
+"""A checkpoint of any number of tensor-parallel, expert-parallel and data-parallel ranks, and ZeRO
+stage, serves any other.
 
 The engine trains, saves, loads and exports on ranks that are threads; a batch holds the same tokens
 for every layout. `test_engine.py` runs the program, on two processes.
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,17 +28,19 @@ from megatron_lite.config import DistributedConfig
 from megatron_lite.config.dimensions import RankGrid
 from megatron_lite.huggingface import export, load_pretrained
 from megatron_lite.huggingface.load_pretrained import open_one
-from megatron_lite.model.layer import MicroBatch
+from megatron_lite.model.layer import MicroBatch, Routing
 from tests.checkpoint.test_engine import Contents, assert_same, read_all
 from tests.support.engine_runs import Engine, digest
 from tests.support.harness import tiny_config
 from tests.support.plans import one_plan
 from tests.support.thread_ranks import on_threads
 
-Layout = tuple[int, int, int]  # tensor-parallel ranks, data-parallel ranks, ZeRO stage
+# tensor-parallel ranks, data-parallel ranks, ZeRO stage, and how many ranks share out the experts
+Layout = tuple[int, int, int] | tuple[int, int, int, int]
 FIRST: Layout = (2, 1, 3)
 OTHERS: tuple[Layout, ...] = ((1, 1, 3), (4, 1, 2), (1, 2, 1), (2, 2, 2))
 ONE = OTHERS.index((1, 1, 3)) + 1
+OF_EXPERTS: tuple[Layout, ...] = ((1, 1, 3), (2, 2, 2, 2), (1, 4, 1, 2), (2, 2, 3))
 LLAMA: dict[str, Any] = {
     "normalization_type": "rms_norm",
     "use_rotary_embeddings": True,
@@ -46,16 +49,34 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "ffn_hidden_size": 96,
 }
+MIXTURE: dict[str, Any] = {
+    **{**LLAMA, "num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 24},
+    "num_shared_experts": 1,
+    "moe_router_score": "sigmoid",
+    "moe_router_bias_update_rate": 0.02,
+    "random_bias_init": True,
+}
 FROZEN = {"freeze": ("blocks.0.mlp",), "ema_type": "ema"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 61},
     "gpt2, more layouts": {"vocab_size": 61},
     "multi-query": {**LLAMA, "head_groups": 1, "parallel_embeddings": False, **FROZEN},
     "muon": {**LLAMA, "head_groups": 2, "vocab_size": 61, "optimizer": "muon"},
+    "experts": {
+        **MIXTURE,
+        **FROZEN,
+        "freeze": ("blocks.0.mlp.experts",),
+    },
+    "experts by muon": {**MIXTURE, "optimizer": "muon"},
 }
 LAYOUTS = {name: OTHERS[:2] if name == "gpt2" else OTHERS for name in MODELS}
+FIRSTS = dict.fromkeys(MODELS, FIRST)
+for experts in ("experts", "experts by muon"):
+    LAYOUTS[experts], FIRSTS[experts] = OF_EXPERTS, (1, 4, 3, 4)
+LAYOUTS["experts"] = OF_EXPERTS[:2]
 NAMES = [
-    pytest.param(name, marks=() if name == "multi-query" else pytest.mark.slow) for name in MODELS
+    pytest.param(name, marks=() if name in ("multi-query", "experts") else pytest.mark.slow)
+    for name in MODELS
 ]
 STEPS = 2  # after the save
 
@@ -69,7 +90,8 @@ class Run(Engine):
         shape = (2, self.config.batch.batch_size, self.config.batch.sequence_length)
         tokens = torch.randint(self.config.model.vocab_size, shape, generator=generator)
         inputs, labels = tokens.chunk(data.world_size, dim=1)[data.rank]
-        return [MicroBatch(inputs, labels, scale)]
+        routing = None if scale is None else Routing(len(inputs), scale)
+        return [MicroBatch(inputs, labels, scale, routing=routing)]
 
     def losses(self, iterations: range) -> list[float]:
         self.model.gather_ahead()
@@ -101,7 +123,7 @@ class Run(Engine):
             for path in sorted((folder / name).iterdir()):
                 digests[f"{name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
             masters = export.master_weights(self.model, self.ranks, average)
-            digests[f"masters of {name}"] = digest(value for _, value in masters)
+            digests[f"masters of {name}"] = sorted_digest(masters)
         return digests
 
 
@@ -137,7 +159,7 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
             }
         )
         load_pretrained.load_weights(source, run.model, ranks)
-        found = [digest(weight for _, weight in run.model.full_weights())]
+        found = [sorted_digest(run.model.full_weights())]
         if kind == "distributed":
             load_pretrained.load_moments(source, run.model, ranks, run.config.optimizer.optimizer)
             resumed = Run(ranks, options)
@@ -153,6 +175,12 @@ def start_from(ranks: Any, options: dict[str, Any], folder: Path, kind: str) -> 
     return found
 
 
+def sorted_digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
+    """Return a digest of tensors, by name: experts come last if ranks share them out."""
+    found = {name: digest(iter([tensor])) for name, tensor in tensors}
+    return str(sorted(found.items()))
+
+
 class Trained(NamedTuple):
     """The results of a model on all layouts, whose checkpoints are good and as large as planned."""
 
@@ -163,19 +191,23 @@ class Trained(NamedTuple):
     pretrained: dict[str, list[list[str]]]  # by layout and kind, of all ranks
 
 
+def options_of(name: str, layout: Layout) -> dict[str, Any]:
+    tensor, _, zero_stage, *experts = layout
+    options = {"tensor_parallel": tensor, "zero_stage": zero_stage}
+    return {**MODELS[name], **options, "expert_parallel": sum(experts) or 1}
+
+
 def on(layout: Layout, function: Any, name: str, *args: Any) -> list[Any]:
-    tensor, data, zero_stage = layout
-    options = {**MODELS[name], "tensor_parallel": tensor, "zero_stage": zero_stage}
-    return on_threads(data, tensor, function, options, *args)
+    options = options_of(name, layout)
+    expert = options["expert_parallel"]
+    return on_threads(layout[1], layout[0], function, options, *args, expert=expert)
 
 
 def planned_bytes(name: str, layout: Layout, iteration: int) -> int:
     """Return the bytes of the files of a checkpoint, as a dry run says."""
-    tensor, data, zero_stage = layout
-    config = tiny_config(
-        tensor * data, **MODELS[name], tensor_parallel=tensor, zero_stage=zero_stage
-    )
-    return files_bytes(one_plan(config, tensor * data, "cpu").model, tensor * data, iteration)
+    ranks = layout[0] * layout[1]
+    config = tiny_config(ranks, **options_of(name, layout))
+    return files_bytes(one_plan(config, ranks, "cpu").model, ranks, iteration)
 
 
 @functools.cache
@@ -183,22 +215,24 @@ def trained(name: str) -> Trained:
     result = Trained({}, {}, {}, {})
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        result.losses[0] = on(FIRST, begin, name, root / "0")[0]
+        result.losses[0] = on(FIRSTS[name], begin, name, root / "0")[0]
         for number, layout in enumerate(LAYOUTS[name], start=1):
-            for source, target, where in ((0, number, layout), (number, 10 * number, FIRST)):
+            for source, target, where in (
+                (0, number, layout),
+                (number, 10 * number, FIRSTS[name]),
+            ):
                 losses, exported = on(where, go_on, name, root / str(source), root / str(target))[0]
                 result.losses[target], result.exports[target] = losses, exported
         for number in result.losses:
             folder = root / str(number)
             result.contents[number], seen = read_all(folder), inspect(folder, values=True)
-            tensor, data, _ = OTHERS[number - 1] if 0 < number < 10 else FIRST
+            layout = LAYOUTS[name][number - 1] if 0 < number < 10 else FIRSTS[name]
+            tensor, data, *_ = layout
             assert (
                 seen.ranks == (str(data) if tensor == 1 else f"{data}x{tensor}")
                 and not seen.problems
             )
-            assert seen.num_bytes == planned_bytes(
-                name, OTHERS[number - 1] if 0 < number < 10 else FIRST, number
-            )
+            assert seen.num_bytes == planned_bytes(name, layout, number)
         huggingface = root / f"export of {ONE}" / "weights"
         with mock.patch.object(files, "CHUNK_BYTES", 3000):  # a few rows
             for layout in LAYOUTS[name][1:]:
@@ -220,7 +254,7 @@ def test_any_layout_resumes_any_other(model: str) -> None:
     for number, layout in enumerate(LAYOUTS[model], start=1):
         for other in (contents[number], contents[10 * number]):
             assert_same(other, contents[0])
-        rtol = 1e-4 if model == "muon" else 1e-6
+        rtol = 1e-4 if "muon" in model else 1e-6
         np.testing.assert_allclose(losses[number], losses[0], rtol=rtol, err_msg=str(layout))
         assert losses[10 * number] == losses[0], layout
 

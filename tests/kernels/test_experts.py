@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels import experts as module
-from megatron_lite.kernels.experts import Rows, experts
+from megatron_lite.kernels.experts import Rows, dispatched, experts
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, TOLERANCE, empty_gradient, implementations
 
@@ -58,7 +58,7 @@ def run(
         inner = name in ("x", "scores")
         tensors[name] = value.clone().requires_grad_() if inner else empty_gradient(value.clone())
     x, scores, *weights = tensors.values()
-    output = experts(x, scores, chosen, *weights, "silu", gated, level, **options)  # type: ignore[arg-type]
+    output = experts(x, scores, dispatched(x, chosen, E), *weights, "silu", gated, level, **options)  # type: ignore[arg-type]
     result = {"output": output.detach().clone()}
     output.backward(torch.linspace(-1, 1, output.numel(), device=DEVICE).view_as(output).to(output))
     for name in values:

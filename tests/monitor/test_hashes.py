@@ -31,7 +31,7 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
 def test_the_odd_rank_is_named() -> None:
     """The majority is right; without one every rank is suspect."""
     weights = [(spec("a", (3, 2)), torch.ones(3, 2)), (spec("b", (1,)), torch.zeros(1))]
-    good = weight_hashes(iter(weights))[(0,)] | {"c": digest({"x": 1.5})}
+    good = weight_hashes(iter(weights))[1, (0,)] | {"c": digest({"x": 1.5})}
     bad = {**good, "a": "0"}
     assert describe_differences([good] * 3) == ""
     assert describe_differences([good, good, bad]) == "a on rank 2"
@@ -49,7 +49,7 @@ def test_pieces_are_compared_on_the_ranks_that_hold_them() -> None:
     for rank in range(4):
         of_rank = spec("w", (6, 3), split).on(rank % 2)
         (found,) = [weight_hashes(iter([(of_rank, of_rank.local(torch.arange(18.0).view(6, 3)))]))]
-        assert found.keys() == {(rank % 2,), (0, 1)}
+        assert found.keys() == {(1, (rank % 2,)), (1, (0, 1))}
         of_ranks.append(
             {name: value for fingerprint in found.values() for name, value in fingerprint.items()}
         )

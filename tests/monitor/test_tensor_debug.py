@@ -62,7 +62,8 @@ class FakePart:
             ParameterSpec(name, SHAPES[name], Initializer("constant", 0.0), "norm" not in name)
             for name in names
         ]
-        self.layout = lay_out(specs, world_size)
+        self.layout, self.rank = lay_out(specs, world_size), rank
+        self.split_over = SimpleNamespace(rank=0, world_size=1)
         self.frozen = frozen
         self.has_state = not frozen
         self._weights, self.grad_shard = self._shard(rank, 0.0), self._shard(rank, 0.5)

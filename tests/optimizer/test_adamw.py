@@ -33,9 +33,9 @@ def poisoned_update(
 
     def update(bad: bool) -> tuple[bool, float]:
         for stage in model.stages:
-            stage.trainable.grad_shard.fill_(0.01)
+            stage.trainable[0].grad_shard.fill_(0.01)
         if bad and distributed.rank == distributed.world_size - 1:
-            model.stages[1].trainable.grad_shard[5] = poison
+            model.stages[1].trainable[0].grad_shard[5] = poison
         result = optimizer.step(1, 1e-3, torch.tensor(2.0), 1, model.updated)
         assert float(result.loss) == 2.0 * distributed.world_size
         return bool(result.verdict.skipped), float(result.grad_norm)
@@ -215,7 +215,7 @@ def test_updated_weights_are_in_their_buffer_already(options: dict[str, Any], tr
     engine = engine_with(options, triton)
     loss = engine.gradients(1)
     stage = engine.model.stages[1]
-    part = stage.trainable
+    part = stage.trainable[0]
     own_slice = part.full_weights[: part.layout.shard_numel]
     before = own_slice.clone()
     engine.optimizer.step(1, 1e-2, loss, engine.tokens, lambda stage: None)
@@ -240,12 +240,12 @@ def test_weights_from_elsewhere_are_copied_into_their_buffer(triton: bool) -> No
     yet, and in between."""
     engine = engine_with({"training_dtype": "bf16", "zero_stage": 1}, triton)
     stage = engine.model.stages[1]
-    part = stage.trainable
+    part = stage.trainable[0]
     own_slice = part.full_weights[: part.layout.shard_numel]
 
     def drop_an_update() -> None:
         for other in engine.model.stages:
-            other.trainable.grad_shard.fill_(torch.nan)
+            other.trainable[0].grad_shard.fill_(torch.nan)
         assert engine.optimizer.step(
             1, 1e-2, torch.tensor(1.0), 1, lambda stage: None
         ).verdict.skipped
@@ -266,7 +266,7 @@ def test_a_norm_whose_square_overflows_drops_the_update(triton: bool) -> None:
     engine = engine_with({"clip_grad": 0.0}, triton)
     for value, skipped in ((1e15, False), (1e20, True)):
         for stage in engine.model.stages:
-            stage.trainable.grad_shard.fill_(value)
+            stage.trainable[0].grad_shard.fill_(value)
         update = engine.optimizer.step(1, 1e-2, torch.tensor(1.0), 1, engine.model.updated)
         assert bool(update.verdict.skipped) == skipped
         assert all(

@@ -199,7 +199,7 @@ def planned_stages(world_size: int, options: Options) -> list[Stage]:
 def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
     """Every element of every weight is in one matrix, in order; none of anything else."""
     stage = planned_stages(3, LLAMA)[1]
-    matrices = matrices_of(stage)
+    matrices = matrices_of(stage.trainable[0])
     assert [(m.rows, m.columns) for m in matrices] == [
         (32, 32),
         (16, 32),
@@ -210,8 +210,8 @@ def test_the_matrices_of_a_stage_are_where_the_parameters_are() -> None:
         (32, 88),
     ]
     covered = [range(tile.offset, tile.end) for matrix in matrices for _, tile in matrix.tiles]
-    assert stage.trainable is not None
-    slots = [slot for slot in stage.trainable.layout.slots if "norm" not in slot.spec.name]
+    assert stage.trainable
+    slots = [slot for slot in stage.trainable[0].layout.slots if "norm" not in slot.spec.name]
     assert [i for some in covered for i in some] == [
         i for slot in slots for i in range(slot.offset, slot.end)
     ]

@@ -97,7 +97,7 @@ class Run:
             layers, self.config.multi_stage, self.config.batch, "fp32", distributed
         )
         self.model.initialize(0)
-        self.part = self.model.stages[0].trainable
+        self.part = self.model.stages[0].trainable[0]
         assert self.part is not None
         self.place(self.part.read("weights"), ABOUT["params0"])
         self.optimizer = Optimizer(self.config, self.model.all_stages, distributed)

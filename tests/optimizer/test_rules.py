@@ -191,7 +191,7 @@ def poisoned(distributed: Distributed, cases: list[Options]) -> list[tuple[bool,
         engine.step(2)
         before, loss = state(), engine.gradients(3)
         if distributed.rank == distributed.world_size - 1:
-            engine.model.stages[2].trainable.grad_shard[-7] = options.get("poison", torch.nan)
+            engine.model.stages[2].trainable[0].grad_shard[-7] = options.get("poison", torch.nan)
         update = engine.optimizer.step(3, 1e-2, loss, engine.tokens, engine.model.updated)
         unchanged = state() == before
         engine.step(4)

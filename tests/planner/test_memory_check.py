@@ -28,7 +28,7 @@ def check(
 ) -> None:
     """Check a small run whose ranks share a machine with `free` bytes."""
     config = tiny_config(ranks, batch_size=2 * ranks, **options)
-    layers = model_layers(config, REFERENCES, SimulatedGroup(0, ranks, "cpu").tensor)
+    layers = model_layers(config, REFERENCES, SimulatedGroup(0, ranks, "cpu"))
     group: Any = SimpleNamespace(
         rank=0, world_size=ranks, local_world_size=ranks, device=torch.device(device)
     )
@@ -77,7 +77,7 @@ def test_the_bound_is_above_the_plan(shape: str) -> None:
         sizes = "--num_layers=2 --hidden_size=64 --num_attention_heads=4 --micro_batch_size=2 --ema_type=ema"
         words = [*sizes.split(), *shape.split(), *more.split(), "--dataset_source=random"]
         config = resolve(parse(words).config, 1)
-        layers = model_layers(config, REFERENCES, SimulatedGroup(0, 1, "cpu").tensor)
+        layers = model_layers(config, REFERENCES, SimulatedGroup(0, 1, "cpu"))
         assert auto.most_bytes(config, layers) > Planner(1, "cpu").plan(config).peak_bytes()
 
 

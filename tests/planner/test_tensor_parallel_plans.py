@@ -67,7 +67,7 @@ def one_rank(rank: int, ranks: int, options: Options) -> Books:
         traffic.take()
         model.forward_backward(batches)
         for stage in model.stages:
-            if stage.trainable is not None:
+            if stage.trainable:
                 model.updated(stage)
         model.gather_ahead()
     totals = traffic.take().items()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config import Config
+from megatron_lite.distributed.expert_group import NOT_SHARED
 from megatron_lite.distributed.pipeline_group import PipelineGroup
 from megatron_lite.distributed.rank_group import alone
 from megatron_lite.distributed.traffic import Handle, Traffic
@@ -54,7 +55,7 @@ class Engine:
         self.config: Config = tiny_config(ranks.world_size, **options)
         self.ranks, dtype = ranks, self.config.distributed.training_dtype
         self.model = MultiStage(
-            layers_of(self.config, ranks.tensor),
+            layers_of(self.config, ranks),
             self.config.multi_stage,
             self.config.batch,
             dtype,
@@ -146,6 +147,7 @@ class Wrapped:
         self.data = self.shard = self
         self.tensor = getattr(inner, "tensor", None) or alone(inner.device)
         self.replicate = alone(inner.device)
+        self.expert = getattr(inner, "expert", NOT_SHARED)
         self.layers = self
         self.pipeline = getattr(inner, "pipeline", None) or PipelineGroup(
             0, 1, inner.device, None, Traffic()
@@ -287,6 +289,7 @@ class SimulatedRanks:
         self.device, self._delay_cycles = torch.device(device), delay_cycles
         self.layers = self.data = self.shard = self
         self.tensor = self.replicate = alone(self.device)
+        self.expert = NOT_SHARED
         self.pipeline = PipelineGroup(0, 1, self.device, None, Traffic())
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 

@@ -65,6 +65,8 @@ class FakePart:
     tensors: dict[str, Tensor]
     copies: bool = False
     is_state: bool = False
+    has_experts: bool = False
+    rank: int = 0
 
     @property
     def weights(self) -> WeightShard:
@@ -179,7 +181,7 @@ def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> Fa
         ]
         stages.append(
             [
-                _part(group, frozen, layout)
+                _part(group, frozen, layout, rank // layout.tensor_ranks)
                 for group, frozen in zip(groups, (False, True), strict=True)
                 if group
             ]
@@ -187,13 +189,14 @@ def empty_model(specs: Sequence[ParameterSpec], layout: Layout, rank: int) -> Fa
     return FakeModel(stages)
 
 
-def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout) -> FakePart:
+def _part(specs: Sequence[ParameterSpec], frozen: bool, layout: Layout, rank: int) -> FakePart:
     flat = lay_out(specs, layout.world_size // layout.tensor_ranks)
     has_state = layout.training and not frozen
     dtypes = {"weights": layout.frozen_dtype if frozen else torch.float32}
     dtypes |= {} if frozen else dict.fromkeys(layout.kinds[1:], torch.float32)
     tensors = {kind: torch.zeros(flat.shard_numel, dtype=dtype) for kind, dtype in dtypes.items()}
-    return FakePart(flat, frozen, has_state, tensors, copies=layout.copies and has_state)
+    copies = layout.copies and has_state
+    return FakePart(flat, frozen, has_state, tensors, copies=copies, rank=rank)
 
 
 def random_values(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_lite.config import Config, DistributedConfig, unflatten
 from megatron_lite.distributed.process_group import Distributed
-from megatron_lite.distributed.rank_group import Group
 from megatron_lite.distributed.startup import join
 from megatron_lite.kernels.choice import choose_kernels
 from megatron_lite.model.gpt import model_layers
@@ -57,11 +56,11 @@ FORKSERVER.set_forkserver_preload(
 TIMEOUT_S = 120.0
 
 
-def layers_of(config: Config, tensor: Group | None = None) -> list[Layer]:
+def layers_of(config: Config, groups: Any = None) -> list[Layer]:
     """The layers of a configuration on the meta device, computing as on the device that it
     names."""
     return model_layers(
-        config, choose_kernels(config, torch.device(config.distributed.device)), tensor
+        config, choose_kernels(config, torch.device(config.distributed.device)), groups
     )
 
 
@@ -74,18 +73,21 @@ def run_distributed(
     pipeline_parallel: int = 1,
     pipeline_first: bool = False,
     data_parallel_shard: int = 0,
+    expert_parallel: int = 1,
+    distributed_timeout: float = 60.0,
 ) -> list[Any]:
     """Call function(distributed, *args) on `world_size` ranks; returns their results in rank
     order."""
     config = DistributedConfig(
         device="cpu",
-        distributed_timeout=60.0,
+        distributed_timeout=distributed_timeout,
         startup_timeout=60.0,
         deterministic=deterministic,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         pipeline_first=pipeline_first,
         data_parallel_shard=data_parallel_shard,
+        expert_parallel=expert_parallel,
     )
     with tempfile.TemporaryDirectory() as directory:
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]

@@ -19,9 +19,7 @@ def simulated_rank(
     group = SimulatedGroup(rank, ranks, device_type, "cpu", config.distributed)
     kernels = choose_kernels(config, torch.device("cpu"), planned=True)
     durations = planned_durations(config, ranks, "cpu")
-    return partitioned(
-        config, model_layers(config, kernels, group.tensor), group, durations=durations
-    )
+    return partitioned(config, model_layers(config, kernels, group), group, durations=durations)
 
 
 def one_plan(config: Config, ranks: int, device_type: str = "cpu", rank: int | None = None) -> Plan:

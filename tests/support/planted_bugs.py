@@ -206,8 +206,8 @@ BUGS = (
         "gradients are not summed over replicas",
         "Automodel#3135",
         "zero.replica_shards:HybridStage._reduce_across",
-        'self.trainable.replicate.reduce_scatter(self.trainable.sums, "replica reduce")',
-        "self.gradients",
+        '[part.replicate.reduce_scatter(part.sums, "replica reduce") for part in self.trainable]',
+        "[]",
         like="--data_parallel_shard=2",
     ),
     # -- tensor parallelism --

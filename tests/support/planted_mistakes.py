@@ -242,7 +242,7 @@ MISTAKES = (
         "a frozen stage is not gathered again after another one has used its buffer",
         "zero.stage:Stage.gather",
         "if self.weights.holder == self.index:",
-        "if self.weights.holder == self.index or (self.trainable is None and self.weights.holder is not None):",
+        "if self.weights.holder == self.index or (not self.trainable and self.weights.holder is not None):",
     ),
     _changed(
         "garbage in gaps",
@@ -334,7 +334,7 @@ MISTAKES = (
         "no gather across",
         "replicas keep each other's first weights",
         "zero.replica_shards:HybridStage.updated",
-        "self.trainable.start_gather()",
+        "part.start_gather()",
         "pass",
     ),
     _changed(

@@ -150,6 +150,18 @@ class ThreadGroup:
             buffer.copy_(_sum(self._meeting.exchange(self.rank, buffer)))
         return Works()
 
+    def all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        sizes = self._meeting.exchange(self.rank, torch.tensor(sent))
+        every = self._meeting.exchange(self.rank, rows)
+        assert [int(size[self.rank]) for size in sizes] == [*received]
+        parts = [own.split(size.tolist()) for own, size in zip(every, sizes, strict=True)]
+        return torch.cat([part[self.rank] for part in parts]), Works()
+
+    def read(self, values: Tensor) -> Any:
+        return values.tolist()
+
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         return torch.stack(self._meeting.exchange(self.rank, values)).sum(dim=0)
 
@@ -219,14 +231,19 @@ def on_threads(
     *args: Any,
     pipeline: int = 1,
     shard: int = 0,
+    expert: int = 1,
 ) -> list[Any]:
     """Call function(rank, *args) on pipeline x data x tensor ranks; return the results in rank
     order.
 
-    shard: data-parallel ranks in a group of hybrid shards; 0: all.
+    shard: data-parallel ranks in a group of hybrid shards; 0: all. expert: those that share out the
+    experts.
     """
     options = DistributedConfig(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel_shard=shard
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel_shard=shard,
+        expert_parallel=expert,
     )
     meetings = Meetings(RankGrid(pipeline * data * tensor, options))
     results: list[Any] = [None] * meetings.grid.world_size

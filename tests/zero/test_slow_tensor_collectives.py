@@ -78,6 +78,7 @@ class LateRank:
         self.sum_in_rank_order, self.inner = inner.sum_in_rank_order, inner
         self.data, self.tensor = LateGroup(inner.data), LateTensorGroup(inner.tensor)
         self.shard, self.replicate = self.data, inner.replicate
+        self.expert = inner.expert
         self.layers, self.pipeline = self, inner.pipeline
 
 

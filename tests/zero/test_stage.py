@@ -71,9 +71,9 @@ def padding_after_reduction(distributed: Distributed) -> list[float]:
         batch_size=6,
     )
     for stage in model.stages:
-        assert stage.gradients is not None and stage.trainable is not None
+        assert stage.gradients is not None and stage.trainable
         stage.gradients.data.fill_(float("nan"))
-        stage.trainable.grad_shard.fill_(float("nan"))
+        stage.trainable[0].grad_shard.fill_(float("nan"))
     model.forward_backward([a_batch()])
     return [float(part.grad_shard.square().sum()) for _, part in model.parts()]
 

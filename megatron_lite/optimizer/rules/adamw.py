@@ -20,7 +20,7 @@ from megatron_lite.kernels.choice import Kernels
 from megatron_lite.optimizer.rolling import RollingStatistics
 from megatron_lite.optimizer.rules.rule import Rule, Trained, ranges_of
 from megatron_lite.optimizer.rules.update_clipping import NormClipping, RmsClipping, UpdateClipping
-from megatron_lite.zero.flat_shard import ADAM_STATE
+from megatron_lite.zero.flat_shard import ADAM_STATE, FlatShard
 
 
 class AdamW(Rule):
@@ -41,14 +41,12 @@ class AdamW(Rule):
         )
         separate, sigma = config.update_rms_clip is not None, config.clip_update_norm_sigma
         clips = separate or sigma is not None
-        self._shards: dict[int, Shard] = {}  # by stage index
-        self._ranges: dict[int, Ranges] = {}
-        for stage, part in trained:
-            self._ranges[stage.index] = ranges_of(part, distributed, clips, separate)
+        self._shards: dict[FlatShard, Shard] = {}
+        self._ranges: dict[FlatShard, Ranges] = {}
+        for _, part in trained:
+            self._ranges[part] = ranges_of(part, distributed, clips, separate)
             if part.has_memory:
-                self._shards[stage.index] = Shard(
-                    part.weights, part.grad_shard, *part.moments.values()
-                )
+                self._shards[part] = Shard(part.weights, part.grad_shard, *part.moments.values())
         self._clipping: UpdateClipping | None = None
         if config.update_rms_clip is not None:
             self._clipping = RmsClipping(
@@ -64,24 +62,20 @@ class AdamW(Rule):
         if self._clipping is None:
             return
         sums = [
-            adamw_moments(
-                self._shards[stage.index], self._ranges[stage.index], self._control, self._triton
-            )
-            for stage, _ in trained
+            adamw_moments(self._shards[part], self._ranges[part], self._control, self._triton)
+            for _, part in trained
         ]
         factors = self._clipping.factors(sums, numbers.skipped)
-        self._factors = {
-            stage.index: factor for (stage, _), factor in zip(trained, factors, strict=True)
-        }
+        self._factors = {part: factor for (_, part), factor in zip(trained, factors, strict=True)}
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
-        stage = trained.stage.index
-        shard, ranges = self._shards[stage], self._ranges[stage]
+        part = trained.part
+        shard, ranges = self._shards[part], self._ranges[part]
         if self._clipping is None:
             adamw(shard, ranges, self._control, self._triton)
         else:
-            adamw_weights(shard, ranges, self._factors[stage], self._control, self._triton)
+            adamw_weights(shard, ranges, self._factors[part], self._control, self._triton)
 
     def record(self) -> JsonObject:
         """See `Rule`."""

@@ -48,11 +48,11 @@ class Momentum(Rule):
             "sgd": partial(sgd, momentum=config.sgd_momentum),
         }
         self._update = rules[config.optimizer]
-        self._ranges = {stage.index: ranges_of(part, distributed) for stage, part in trained}
+        self._ranges = {part: ranges_of(part, distributed) for _, part in trained}
 
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
-        part, rows = trained.part, self._ranges[trained.stage.index].rows
+        part, rows = trained.part, self._ranges[trained.part].rows
         self._update(part.weights, part.grad_shard, part.moments["exp_avg"], rows, numbers)
 
 

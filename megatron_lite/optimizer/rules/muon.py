@@ -50,9 +50,9 @@ from megatron_lite.optimizer.rules.adamw import AdamW
 from megatron_lite.optimizer.rules.momentum import descend, muon_momentum
 from megatron_lite.optimizer.rules.rule import Trained
 from megatron_lite.tiles import Tile, overlaps
-from megatron_lite.zero.flat_shard import Moment, OptimizerState
+from megatron_lite.zero.flat_shard import FlatShard, Moment, OptimizerState
 from megatron_lite.zero.layout import FlatLayout
-from megatron_lite.zero.stage import Stage
+from megatron_lite.zero.stage import Buffer, Stage
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
@@ -95,11 +95,10 @@ class Matrix(NamedTuple):
     ] = ()  # (rank, tile of the matrix with its offset in the trainable range)
 
 
-def matrices_of(stage: Stage) -> list[Matrix]:
-    """Return a stage's trained matrices, in order."""
-    assert stage.trainable is not None
+def matrices_of(part: FlatShard) -> list[Matrix]:
+    """Return a part's matrices, in order."""
     matrices = []
-    for slot in stage.trainable.layout.slots:
+    for slot in part.layout.slots:
         spec, first = slot.spec, 0
         for rows in spec.matrix_rows:
             matrix = Tile.run(first * spec.shape[1], rows * spec.shape[1])
@@ -185,10 +184,13 @@ def describe(stages: Sequence[Stage]) -> str:
 
     stages: all pipeline ranks'.
     """
-    rounds = [[m for stage in some for m in matrices_of(stage)] for some in rounds_of(stages)]
-    parts = {stage: stage.trainable for stage in stages if stage.trainable is not None}
-    every = [matrix.rows * matrix.columns for stage in parts for matrix in matrices_of(stage)]
-    total = sum(slot.spec.numel for part in parts.values() for slot in part.layout.slots)
+    rounds = [
+        [m for stage in some for part in stage.trainable for m in matrices_of(part)]
+        for some in rounds_of(stages)
+    ]
+    parts = [part for stage in stages for part in stage.trainable]
+    every = [matrix.rows * matrix.columns for part in parts for matrix in matrices_of(part)]
+    total = sum(slot.spec.numel for part in parts for slot in part.layout.slots)
     text = (
         f"muon: {len(every)} matrices ({sum(every):,} of {total:,} trained weights) are orthogonalized, "
         "AdamW updates everything else"
@@ -208,24 +210,24 @@ def shape_factor(rows: int, columns: int, style: str) -> float:
 
 
 class _Plan:
-    """A stage's work, fixed over the run."""
+    """The work on a part of a stage, fixed over the run."""
 
     def __init__(
         self,
-        stage: Stage,
+        part: FlatShard,
+        full: Tensor,
+        buffer: Buffer | None,
         matrices: Sequence[Matrix],
         ranks: Sequence[int],
         distributed: Distributed,
         style: str,
     ) -> None:
-        assert stage.update_buffer is not None and stage.trainable is not None
-        self.stage = stage
-        self.part = stage.trainable
-        self.buffer = stage.update_buffer
-        layout, full = self.part.layout, stage.full_update
+        assert buffer is not None
+        self.part, self.buffer = part, buffer
+        layout = part.layout
         rank, numel = distributed.layers.rank, layout.shard_numel
         self.own = full[rank * numel : (rank + 1) * numel]
-        low = layout.start(distributed.data.rank)
+        low = layout.start(part.rank)
         # Matrices come last: every element from the first matrix on belongs to a matrix or is
         # padding.
         self.bounds = slice(min(max(layout.first_matrix - low, 0), numel), numel)
@@ -239,11 +241,14 @@ class _Plan:
         self.rows: list[Range] = []
         self.factors: list[float] = []
         for matrix in matrices:
-            for tensor_rank, tile in matrix.tiles:
+            for holder, tile in matrix.tiles:
                 start, end = max(tile.offset - low, 0), min(tile.end - low, numel)
-                if tensor_rank == distributed.tensor.rank and start < end:
+                if holder == part.split_over.rank and start < end:
                     self.rows.append(Range(start, end, matrix.lr_scale, matrix.weight_decay))
                     self.factors.append(shape_factor(matrix.rows, matrix.columns, style))
+
+
+_Round = list[tuple[Stage, list[_Plan]]]  # with a buffer each
 
 
 class Muon(AdamW):
@@ -262,19 +267,27 @@ class Muon(AdamW):
     ) -> None:
         super().__init__(config, trained, distributed, kernels)
         self._config = config
-        self._rounds: list[list[_Plan]] = []
-        for stages in rounds_of([stage for stage, _ in trained]):
-            matrices = [matrices_of(stage) for stage in stages]
+        self._rounds: list[_Round] = []
+        style = config.muon_adjust_lr
+        for stages in rounds_of([*dict.fromkeys(stage for stage, _ in trained)]):
+            parts = [(stage, *pair) for stage in stages for pair in stage.full_updates()]
+            matrices = [matrices_of(part) for _, part, _ in parts]
             ranks = iter(assign(list(itertools.chain(*matrices)), distributed.layers.world_size))
-            of_stages = [list(itertools.islice(ranks, len(some))) for some in matrices]
+            of_parts = [list(itertools.islice(ranks, len(some))) for some in matrices]
+            plans = [
+                _Plan(part, full, stage.update_buffer, some, assigned, distributed, style)
+                for (stage, part, full), some, assigned in zip(
+                    parts, matrices, of_parts, strict=True
+                )
+            ]
             self._rounds.append(
-                [
-                    _Plan(stage, some, assigned, distributed, config.muon_adjust_lr)
-                    for stage, some, assigned in zip(stages, matrices, of_stages, strict=True)
-                ]
+                [(it, [plan for plan in plans if plan.part in it.trainable]) for it in stages]
             )
         self._places = {
-            plan.stage.index: (i, plan) for i, plans in enumerate(self._rounds) for plan in plans
+            plan.part: (index, plan)
+            for index, some in enumerate(self._rounds)
+            for _, plans in some
+            for plan in plans
         }
 
     def begin(self, trained: Sequence[Trained], numbers: StepNumbers) -> None:
@@ -286,39 +299,41 @@ class Muon(AdamW):
     def apply(self, trained: Trained, numbers: StepNumbers) -> None:
         """See `Rule`."""
         super().apply(trained, numbers)
-        if trained.stage.index not in self._places:
+        if trained.part not in self._places:
             return
-        index, plan = self._places[trained.stage.index]
+        index, plan = self._places[trained.part]
         plans = self._rounds[index]
-        if plan is plans[0]:
+        if plan is plans[0][1][0]:
             self._orthogonalize(plans)
         plan.buffer.wait()
         descend(plan.part.weights, plan.own, plan.rows, numbers, plan.factors)
-        if plan is plans[-1] and index + 1 < len(self._rounds):
+        if plan is plans[-1][1][-1] and index + 1 < len(self._rounds):
             self._gather(self._rounds[index + 1], numbers)
 
-    def _gather(self, plans: Sequence[_Plan], numbers: StepNumbers) -> None:
+    def _gather(self, plans: _Round, numbers: StepNumbers) -> None:
         """Update a round's momentum and start gathering it."""
         config = self._config
-        for plan in plans:
-            muon_momentum(
-                plan.part.grad_shard,
-                plan.part.moments["exp_avg"],
-                plan.own,
-                plan.bounds,
-                numbers,
-                config.muon_momentum,
-                config.muon_nesterov,
-            )
-            plan.stage.gather_update()
+        for stage, some in plans:
+            for plan in some:
+                muon_momentum(
+                    plan.part.grad_shard,
+                    plan.part.moments["exp_avg"],
+                    plan.own,
+                    plan.bounds,
+                    numbers,
+                    config.muon_momentum,
+                    config.muon_nesterov,
+                )
+            stage.gather_update()
 
-    def _orthogonalize(self, plans: Sequence[_Plan]) -> None:
+    def _orthogonalize(self, plans: _Round) -> None:
         """Orthogonalize this rank's matrices of a round and start scattering the results to the
         shards."""
-        for plan in plans:
-            plan.buffer.wait()
-            for matrix in plan.mine:
-                matrix.write(orthogonalize(matrix.read(), self._config.muon_ns_steps))
-            if plan.others:
-                torch._foreach_zero_(plan.others)
-            plan.stage.reduce_update()
+        for stage, some in plans:
+            for plan in some:
+                plan.buffer.wait()
+                for matrix in plan.mine:
+                    matrix.write(orthogonalize(matrix.read(), self._config.muon_ns_steps))
+                if plan.others:
+                    torch._foreach_zero_(plan.others)
+            stage.reduce_update()

@@ -14,7 +14,7 @@ from megatron_lite.zero.stage import Stage
 
 
 class Trained(NamedTuple):
-    """The trainable part of one stage, possibly on another pipeline rank."""
+    """A trainable part of one stage, possibly on another pipeline rank."""
 
     stage: Stage
     part: FlatShard
@@ -63,7 +63,7 @@ def ranges_of(
     parameter.
     """
     rows: list[Range] = []
-    for row in part.layout.update_ranges(distributed.data.rank, separate):
+    for row in part.layout.update_ranges(part.rank, separate):
         if row.is_matrix and part.whole_matrices:
             continue
         segments = (

@@ -29,7 +29,7 @@ from scripts.benchmarks.training.measure import Contestant
 def built(config: Config, distributed: Any) -> tuple[MultiStage, Optimizer, Kernels]:
     """Return the engine of a configuration with initial weights."""
     kernels = choose_kernels(config, distributed.device)
-    layers = model_layers(config, kernels, distributed.tensor)
+    layers = model_layers(config, kernels, distributed)
     durations = planned_durations(config, distributed.world_size, distributed.device.type)
     model = partitioned(config, layers, distributed, durations=durations)
     optimizer = Optimizer(config, model.all_stages, distributed, kernels)
