@@ -70,7 +70,7 @@ class Dispatch:
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return each row's token of all ranks' x (t, h)."""
-        return x[self.home.tokens]
+        return x.index_select(0, self.home.tokens)
 
     def out(self, *values: Tensor) -> Sequence[Tensor]:
         """Return rows, (r, ...) each, on the ranks of their experts."""
@@ -108,11 +108,11 @@ class Exchange(Dispatch):
         super().__init__(home, Segments(experts, count, by_expert))
 
     def begin(self, x: Tensor) -> None:
-        self._arriving = self._start(x[self.home.tokens])
+        self._arriving = self._start(super().rows_of(x))
 
     def rows_of(self, x: Tensor) -> Tensor:
         arriving, self._arriving = self._arriving, None
-        rows, work = arriving or self._start(x[self.home.tokens])
+        rows, work = arriving or self._start(super().rows_of(x))
         work.wait()
         return rows[self._order]
 

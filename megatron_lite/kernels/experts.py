@@ -194,13 +194,17 @@ class _Experts(Function):
         if z is None:
             z = options.activate(u)
         dtype = dy.dtype
-        dy, scores = dispatch.out(dy[rows.tokens], rows.of(scores))  # (r, h) and (r, 1)
+        dy, scores = dispatch.out(
+            dy.index_select(0, rows.tokens), rows.of(scores)
+        )  # (r, h) and (r, 1)
         dz = products.times(dy, down)
         of_scores = (dz * z).sum(1, dtype=torch.float32)
         if adds_bias and down_bias is not None:
             biases = down_bias.unflatten(0, (work.num_experts, -1))[work.experts]
             of_scores += (dy * biases).sum(1, dtype=torch.float32)
-        products.add_gradients(down, down_bias, dy.mul_(scores), z)
+        scaled = z if down_bias is None else dy  # z is narrower
+        scaled.mul_(scores)
+        products.add_gradients(down, down_bias, dy, z)
         del dy, z
         du, _ = activate_backward(dz.mul_(scores), u, activation, gated, False, triton, limit)
         products.add_gradients(up, up_bias, du, of_rows)
