@@ -83,23 +83,24 @@ class Router(torch.nn.Module):
     def forward(self, tokens: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the scores, fp32, and the chosen experts, ascending, of tokens (t, h): (t, K)
         each."""
-        trains = micro_batch.routing is not None
-        if trains and self.config.moe_jitter_eps:
+        routing = micro_batch.routing
+        if routing is not None and self.config.moe_jitter_eps:
             tokens = self._jittered(tokens, micro_batch)
         logits = router_logits(tokens, self.weight, self.bias)  # (t, E)
         probabilities = self.choice.probabilities(logits)
         with torch.no_grad():
             values = probabilities if self.balance is None else probabilities + self.balance
-            if trains and self.config.expert_routing_type == "sinkhorn":
-                values = sinkhorn(logits)
             chosen = self.choice.experts(values)
-            if micro_batch.routing is not None and (replay := micro_batch.routing.replay):
-                real = slice(micro_batch.routing.samples * micro_batch.tokens.shape[1])
-                chosen[real] = replay(self.name, chosen[real])
+            if routing is not None:
+                real = slice(routing.samples * micro_batch.tokens.shape[1])  # padding comes last
+                if self.config.expert_routing_type == "sinkhorn":
+                    chosen[real] = self.choice.experts(sinkhorn(logits[real]))
+                if routing.replay is not None:
+                    chosen[real] = routing.replay(self.name, chosen[real])
         scores = self.choice.scores(probabilities, chosen)
         chosen, order = chosen.sort(dim=1)
         scores = scores.gather(1, order)
-        if micro_batch.routing is None:
+        if routing is None:
             return scores, chosen
         shares = probabilities
         if self.choice.score == "sigmoid":

@@ -6,6 +6,7 @@ from megatron_lite.config import Draft
 from megatron_lite.validation.rules import Problems, fill
 
 UPDATE_RATE, LOSS_COEFFICIENT = 1e-3, 0.01
+MOST_EXPERTS = 200_000  # whose matrices are listed one by one
 
 
 def experts(draft: Draft) -> Problems:
@@ -28,6 +29,9 @@ def experts(draft: Draft) -> Problems:
     if chosen > count:
         rule = f"a token chooses at most all experts; write --num_experts_per_token={count} or less"
         yield "num_experts_per_token num_experts", rule
+    if draft.expert_blocks * count > MOST_EXPERTS:
+        rule = f"all blocks together have at most {MOST_EXPERTS:,} experts"
+        yield "num_experts num_layers", rule
     if not draft.expert_blocks:
         rule = "no block would have experts; write smaller numbers, or --num_experts=1"
         yield "moe_layer_frequency moe_first_dense_layers num_layers", rule, "num_experts"

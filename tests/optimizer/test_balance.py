@@ -139,6 +139,7 @@ def test_learning_rates_of_experts_and_routers() -> None:
     ("options", "words"),
     [
         ({"num_experts_per_token": 5}, "at most all experts"),
+        ({"num_experts": 10_000, "num_layers": 10_000}, "at most 200,000 experts"),
         ({"moe_layer_frequency": 3}, "no block would have experts"),
         ({"moe_router_groups": 3}, "equally many experts"),
         ({"moe_router_groups": 4}, "two or more"),

@@ -142,3 +142,15 @@ def test_a_replay_takes_the_recorded_experts(tmp_path: Path) -> None:
     for options, words in (({}, "1 of 10 samples"), ({"num_experts": 8}, "8x2x16.bin has 0 of 10")):
         with pytest.raises(RuntimeError, match=f"UsageError.*{words}"):
             run_distributed(1, counted, record | options)
+
+
+def test_sinkhorn_balances_real_tokens(tmp_path: Path) -> None:
+    """The experts of the third sample are the same alone and with padding behind it."""
+    sinkhorn = {"expert_routing_type": "sinkhorn", "moe_router_bias_update_rate": None}
+    found = []
+    for rows in (1, 2):
+        record = {"moe_replay_routing": str(tmp_path / f"{rows}"), "micro_batch_size": rows}
+        run_distributed(1, counted, sinkhorn | record | {"batch_size": 3})
+        path, *_ = sorted((tmp_path / f"{rows}").iterdir())
+        found.append(np.fromfile(path, "<u2").reshape(2, 3, -1)[0, 2])  # before an update
+    np.testing.assert_array_equal(*found)
