@@ -536,7 +536,14 @@ def check_exportable(model: ModelConfig, model_type: str | None = None) -> str:
         return min(
             able, key=lambda name: (name not in _WELL_KNOWN, sum(biases_of(name, model).values()))
         )
-    nearest = sorted(needs.items(), key=lambda item: len(item[1]))
+    # for a model with experts, first those that have some
+    nearest = sorted(
+        needs.items(),
+        key=lambda item: (
+            any(need.startswith("--num_experts=1 ") for need in item[1]),
+            len(item[1]),
+        ),
+    )
     raise UsageError(
         "--export_format=huggingface: no Hugging Face architecture can express this model. Use "
         "--export_format=distributed, leave out --export_interval, or train with the flags of one of these:\n  "

@@ -41,6 +41,7 @@ from megatron_lite.huggingface.weight_map import (
     constants,
     pieces,
 )
+from megatron_lite.model.gpt import active_numel
 from megatron_lite.parameter import DTYPES
 from megatron_lite.run.durable_files import sync_files
 from megatron_lite.run.progress_line import ByteProgress
@@ -87,7 +88,8 @@ class ExportFolder:
             name: math.prod(shape) * self._dtype(self._pieces[name][0].name).itemsize
             for name, shape in parameters
         }  # of ours
-        self._numel = sum(math.prod(shape) for _, shape in parameters)
+        numels = [(name, math.prod(shape)) for name, shape in parameters]
+        self._numels = sum(dict(numels).values()), active_numel(numels, config.model)
         self.progress = ByteProgress("writing the export", sum(self.num_bytes.values()))
         self._constants = list(constants(architecture, config.model))
         shapes = {constant.name: constant.shape for constant in self._constants}
@@ -210,7 +212,7 @@ class ExportFolder:
         generation = {key: value for key, value in stated.items() if value is not None}
         _write_json(self._folder / GENERATION_NAME, generation)
         card = model_card(
-            self.config, content["model_type"], self._numel, trained, origin.get("card")
+            self.config, content["model_type"], *self._numels, trained, origin.get("card")
         )
         files.write_text(self._folder / CARD_NAME, card)
         sync_files(self._folder)

@@ -70,6 +70,7 @@ def model_card(
     config: Config,
     model_type: str,
     parameters: int,
+    active: int,
     trained: TrainingSummary | None,
     kept: list[str] | None = None,
 ) -> str:
@@ -79,21 +80,26 @@ def model_card(
         config: resolved; only its model is used if `trained` is None, as for weights of unknown
             origin.
         model_type: the architecture's name in transformers.
+        active: parameters that compute a token.
         kept: lines from the initial weights' card, such as the license; None or empty: none.
     """
     return TEXT.format(
         kept="\n".join(kept or [UNCHOSEN]),
         license=KEPT if kept else UNCHOSEN_NOTE,
         title=f"A {model_type} model with {format_count(parameters)} parameters",
-        model=_table(_model_rows(config, model_type, parameters)),
+        model=_table(_model_rows(config, model_type, parameters, active)),
         training="" if trained is None else "\n".join(_training(config, trained)) + "\n",
     )
 
 
-def _model_rows(config: Config, model_type: str, parameters: int) -> Iterator[tuple[str, str]]:
+def _model_rows(
+    config: Config, model_type: str, parameters: int, active: int
+) -> Iterator[tuple[str, str]]:
     model = config.model
     yield "architecture", f"`{model_type}`"
     yield "parameters", f"{parameters:,}"
+    if active < parameters:
+        yield "parameters that compute a token", f"{active:,}"
     yield (
         "blocks, hidden size, MLP size",
         f"{model.num_layers:,}, {model.hidden_size:,}, {model.ffn_hidden_size:,}",

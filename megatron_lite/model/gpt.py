@@ -133,12 +133,15 @@ def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:
     return [cast(Parameter, parameter) for layer in layers for parameter in layer.parameters()]
 
 
-def active_numel(specs: Iterable[ParameterSpec], config: ModelConfig) -> int:
-    """Return the elements of the parameters that compute a token: of experts, those of the chosen."""
-    numels = {True: 0, False: 0}  # by whether they are experts'
-    for spec in specs:
-        numels[".mlp.experts." in spec.name] += 0 if spec.is_state else spec.numel
-    return numels[False] + numels[True] * config.num_experts_per_token // config.num_experts
+def active_numel(numels: Iterable[tuple[str, int]], config: ModelConfig) -> int:
+    """Return the elements of the parameters that compute a token: of experts, those of the chosen.
+
+    numels: names and elements of the parameters.
+    """
+    sums = {True: 0, False: 0}  # by whether they are experts'
+    for name, numel in numels:
+        sums[".mlp.experts." in name] += numel
+    return sums[False] + sums[True] * config.num_experts_per_token // config.num_experts
 
 
 def shapes_of(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:

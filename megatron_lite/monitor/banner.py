@@ -52,7 +52,9 @@ def derived_numbers(
     micro_batches = _smallest_to_largest([Split(size, *shape).micro_steps for size in sizes])
     specs = [parameter.spec for parameter in parameters_of(layers)]
     parameters = sum(spec.numel for spec in specs if not spec.is_state)
-    active = active_numel(specs, config.model)
+    active = active_numel(
+        ((spec.name, spec.numel) for spec in specs if not spec.is_state), config.model
+    )
     why_threads = ""
     if distributed.device.type == "cpu":
         threads = choose_threads(config, distributed.local_world_size, distributed.sharing_cores)

@@ -148,7 +148,10 @@ def _model(plan: Plan) -> Iterator[str]:
     total, frozen = model.num_parameters, model.num_frozen
     yield f"parameters: {total:,} ({total - frozen:,} trainable, {frozen:,} frozen)"
     if plan.config.model.num_experts > 1:
-        active = active_numel(model.specs(), plan.config.model)
+        active = active_numel(
+            ((spec.name, spec.numel) for spec in model.specs() if not spec.is_state),
+            plan.config.model,
+        )
         yield f"active parameters: {active:,} for each token"
     weights, gradients = model.memory.buffer_counts()
     yield (

@@ -362,9 +362,10 @@ def test_what_a_card_says() -> None:
         "--lr=0.02", "--dataset_source=list", *blend.split(), "--experiment_dir=/home/somebody/run"
     )
     card = model_card(
-        options, "gpt2", 1_234_567, TrainingSummary(4, {"validation loss": 2.5}, counts)
+        options, "gpt2", 1_234_567, 234_567, TrainingSummary(4, {"validation loss": 2.5}, counts)
     )
     assert "# A gpt2 model with 1.23M parameters" in card and "| parameters | 1,234,567 |" in card
+    assert "| parameters that compute a token | 234,567 |" in card
     assert "`books` (25.0%), `web` (75.0%) |" in card and "| iterations | 4 of 6 |" in card
     assert "| tokens | 384 |" in card and "2.5000 nats per token (perplexity 12.18)" in card
     assert "--lr=0.02" in card and "--zero_stage" not in card
@@ -379,14 +380,19 @@ def test_names_of_data_sets_stay_text() -> None:
     """Markdown and HTML in a file name end up as question marks."""
     options = config("--dataset_source=list", "--data_path=/d/---`|<script>")
     counts = {"stages": [(0, 4, 16)], "sets": [("f" * 16, "---`|<script>", 9, 16, 4)]}
-    card = model_card(options, "gpt2", 10, TrainingSummary(1, {}, counts))
+    card = model_card(options, "gpt2", 10, 10, TrainingSummary(1, {}, counts))
     assert "`---???script?`" in card and "<script" not in card
 
 
 def test_weights_of_unknown_origin() -> None:
     """A converted folder has a card of its model alone."""
-    card = model_card(config(), "llama", 10**9, None)
-    assert "## Model" in card and "## Training" not in card and "1B parameters" in card
+    card = model_card(config(), "llama", 10**9, 10**9, None)
+    assert (
+        "## Model" in card
+        and "## Training" not in card
+        and "compute a token" not in card
+        and "1B parameters" in card
+    )
 
 
 def test_the_hubs_parser_reads_the_card_of_a_run(tmp_path: Path) -> None:
