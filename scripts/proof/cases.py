@@ -289,6 +289,12 @@ class Case(NamedTuple):
             raise UsageError(
                 "the samples of a micro-batch depend on the ranks, and so do means of micro-batches"
             )
+        if {"num_experts", "activation_limit"} <= {*self.options} and self.options.get(
+            "training_dtype", "fp32"
+        ) != "fp32":
+            raise UsageError(
+                "an expert's gradient sums few tokens, and rounding to 16 bits moves some across the limit"
+            )
         parts = self._parts(fixed)
         if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
             rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"

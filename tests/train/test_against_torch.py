@@ -144,6 +144,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_router_groups": 3,
         "moe_router_top_groups": 2,
         "moe_routed_scaling_factor": 0.5,
+        "moe_router_bias_update_rate": 0.01,
+        "expert_auxiliary_loss_coefficient": 0.1,
     },
     "exact, biases in attention alone": {
         "activation_type": "gelu_exact",
