@@ -25,6 +25,7 @@ from megatron_lite.distributed.traffic import Handle
 
 # A plan expects that a rank receives at most this many times the mean number of rows.
 PLANNED_LOAD = 2
+ALL = slice(None)
 
 
 class Segments:
@@ -68,9 +69,9 @@ class Dispatch:
     def begin(self, x: Tensor) -> None:
         """Start sending the tokens x (t, h), which the next `rows_of` returns."""
 
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Return each row's token of all ranks' x (t, h)."""
-        return x.index_select(0, self.home.tokens)
+    def rows_of(self, x: Tensor, span: slice = ALL) -> Tensor:
+        """Return each row's token of all ranks' x (t, h). span: of these rows; all if it sends."""
+        return x.index_select(0, self.home.tokens[span])
 
     def out(self, *values: Tensor) -> Sequence[Tensor]:
         """Return rows, (r, ...) each, on the ranks of their experts."""
@@ -110,7 +111,7 @@ class Exchange(Dispatch):
     def begin(self, x: Tensor) -> None:
         self._arriving = self._start(super().rows_of(x))
 
-    def rows_of(self, x: Tensor) -> Tensor:
+    def rows_of(self, x: Tensor, span: slice = ALL) -> Tensor:
         arriving, self._arriving = self._arriving, None
         rows, work = arriving or self._start(super().rows_of(x))
         work.wait()

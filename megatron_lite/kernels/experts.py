@@ -11,7 +11,8 @@ expert without tokens gets a gradient of zeros.
 
 A weight has the rows of one expert after those of another: up (E f, h) or, if gated, (E 2 f, h),
 and down (E h, f). On GPUs one grouped product multiplies all rows in 16 bits; otherwise a loop over
-experts reads the ends of their rows on the host.
+experts reads the ends of their rows on the host. On a CPU, rows of a few experts pass through all
+products before the next ones do, so that what lies between does not leave the cache.
 
 Saved for the backward pass, in elements per token: x, u and z (h + 2 K f, gated h + 3 K f); with
 recompute level "activation" x and u, with "full" only x.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,17 +34,35 @@ from megatron_lite.kernels.mlp import Bias, activate, activate_backward
 from megatron_lite.kernels.products import add_product, affine, product
 from megatron_lite.parameter import Function, Parameter
 
+PART_ROWS = 1024  # from which rows are computed together on a CPU: see `Products.parts`
+
 
 class Products:
-    """The products of sorted rows with their experts' weights. grouped: all rows at once."""
+    """The products of sorted rows with their experts' weights. grouped: all rows at once. experts:
+    those whose rows these are, in a row; None: all."""
 
-    def __init__(self, rows: Segments, grouped: bool) -> None:
+    def __init__(self, rows: Segments, grouped: bool, experts: range | None = None) -> None:
         self.rows, self.grouped = rows, grouped and len(rows.experts) > 0
+        self._experts, self.span = experts or range(rows.num_experts), slice(None)
+        if experts is not None:
+            self.span = slice(rows.spans[experts[0]].start, rows.spans[experts[-1]].stop)
+
+    def parts(self) -> Iterator[Products]:
+        """Yield the products of a few experts after the others, whose intermediate results stay in
+        a CPU's cache."""
+        spans, first = self.rows.spans, 0
+        for expert, rows in enumerate(spans):
+            is_last = expert == len(spans) - 1
+            if is_last or rows.stop - spans[first].start >= PART_ROWS:
+                yield Products(self.rows, False, range(first, expert + 1))
+                first = expert + 1
 
     def _used(self) -> Iterator[tuple[int, slice]]:
-        return (
-            (expert, rows) for expert, rows in enumerate(self.rows.spans) if rows.start < rows.stop
-        )
+        first = self.span.start or 0
+        for expert in self._experts:
+            rows = self.rows.spans[expert]
+            if rows.start < rows.stop:
+                yield expert, slice(rows.start - first, rows.stop - first)
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return each row of x (r, i) times its expert's weight (o, i)^T plus its bias, (r, o)."""
@@ -68,11 +87,16 @@ class Products:
             product(dy[rows], weights[expert].t(), result[rows])
         return result
 
-    def add_gradients(self, weight: Parameter, bias: Bias, dy: Tensor, x: Tensor) -> None:
+    def add_gradients(
+        self, weight: Parameter, bias: Bias, dy: Tensor, x: Tensor, firsts: dict[int, bool]
+    ) -> None:
         """Add each expert's dy (r, o)^T x (r, i) to a trained weight's gradient, and its sum of dy
-        to a trained bias's. See `Products.add_gradients`."""
+        to a trained bias's. See `Products.add_gradients` of `linear.py`.
+
+        firsts: of this backward pass: whether a weight's gradients are the first ones.
+        """
         if weight.requires_grad:
-            add = functools.partial(self._add_products, weight, dy, x)
+            add = functools.partial(self._add_products, weight, dy, x, firsts)
             add() if weight.later is None else weight.later.append(add)
         if bias is not None and bias.requires_grad:
             sums = dy.new_zeros(self.rows.num_experts, dy.shape[1], dtype=bias.main_grad.dtype)
@@ -80,21 +104,22 @@ class Products:
                 torch.sum(dy[rows], 0, dtype=sums.dtype, out=sums[expert])
             bias.accumulate(sums.view(-1))
 
-    def _add_products(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+    def _add_products(
+        self, weight: Parameter, dy: Tensor, x: Tensor, firsts: dict[int, bool]
+    ) -> None:
         if self.grouped:
             products = functional.grouped_mm(dy.t(), x, offs=self.rows.ends)  # (E, o, i)
             idle = self.rows.ends == functional.pad(self.rows.ends, (1, -1))
             weight.accumulate(products.masked_fill_(idle.view(-1, 1, 1), 0.0).flatten(0, 1))
             return
-        first, totals = (
-            weight.begin_gradient(),
-            weight.main_grad.unflatten(0, (self.rows.num_experts, -1)),
-        )
-        for expert, rows in enumerate(self.rows.spans):
-            if rows.start < rows.stop:
-                add_product(totals[expert], dy[rows].t(), x[rows], first)
-            elif first:
-                totals[expert].zero_()
+        totals = weight.main_grad.unflatten(0, (self.rows.num_experts, -1))
+        if id(weight) not in firsts:
+            firsts[id(weight)] = weight.begin_gradient()
+            for expert, rows in enumerate(self.rows.spans if firsts[id(weight)] else ()):
+                if rows.start == rows.stop:
+                    totals[expert].zero_()
+        for expert, rows in self._used():
+            add_product(totals[expert], dy[rows].t(), x[rows], firsts[id(weight)])
 
 
 class Rows(Segments):
@@ -117,15 +142,20 @@ class Rows(Segments):
         """Return values by row (r,) as (t, K)."""
         return torch.empty_like(values).index_copy_(0, self._order, values).view(self.shape)
 
-    def summed(self, values: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Return each token's sum of its rows of values (r, h), times scores (r, 1): (t, h) in fp32.
+    def added(
+        self, total: Tensor | None, span: slice, values: Tensor, scores: Tensor | None = None
+    ) -> Tensor:
+        """Return total (t, h) in fp32, None at first, with each token's sum of its rows in `span`,
+        values (r, h) times scores (r, 1).
 
-        Overwrites fp32 values.
+        Overwrites total and fp32 values. On a GPU the rows are all.
         """
         values = values.float() if scores is None else values.float().mul_(scores)
         tokens, choices = self.shape
         if not values.is_cuda:  # there, `index_add_` adds in any order
-            return values.new_zeros(tokens, values.shape[1]).index_add_(0, self.tokens, values)
+            if total is None:
+                total = values.new_zeros(tokens, values.shape[1])
+            return total.index_add_(0, self.tokens[span], values)
         places = torch.empty_like(self._order)
         places[self._order] = torch.arange(len(places), device=places.device)
         places = places.view(tokens, choices)
@@ -150,6 +180,11 @@ class _Options(NamedTuple):
     def activate(self, u: Tensor) -> Tensor:
         return activate(u, self.activation, self.gated, self.triton, self.limit)
 
+    def parts(self, x: Tensor) -> list[Products]:
+        """Return what to compute at a time."""
+        in_parts = x.device.type == "cpu" and not self.dispatch.sends
+        return [*self.products.parts()] if in_parts else [self.products]
+
 
 class _Experts(Function):
     @staticmethod
@@ -165,53 +200,59 @@ class _Experts(Function):
     ) -> Tensor:
         ctx.weights, ctx.options = (up, up_bias, down, down_bias), options
         dispatch, level = options.dispatch, options.recompute_level
-        rows, products = dispatch.home, options.products
-        of_rows = dispatch.rows_of(x)  # (r, h)
-        u = products.affine(of_rows, up, up_bias)  # (r, f) or (r, 2 f)
-        z = options.activate(u)  # (r, f)
-        keeps = dispatch.sends and level != "full"
-        ctx.save_for_backward(
-            None if keeps else x,
-            of_rows if keeps else None,
-            scores,
-            None if level == "full" else u,
-            z if level == "none" else None,
-        )
-        (y,) = dispatch.back(products.affine(z, down, down_bias if options.adds_bias else None))
-        return rows.summed(y, rows.of(scores)).to(x.dtype)
+        rows, keeps = dispatch.home, dispatch.sends and level != "full"
+        factors, total = rows.of(scores), cast(Tensor, None)
+        us, zs = list[Tensor](), list[Tensor]()
+        for part in options.parts(x):
+            of_rows = dispatch.rows_of(x, part.span)  # (r, h)
+            us.append(part.affine(of_rows, up, up_bias))  # (r, f) or (r, 2 f)
+            zs.append(options.activate(us[-1]))  # (r, f)
+            (y,) = dispatch.back(
+                part.affine(zs[-1], down, down_bias if options.adds_bias else None)
+            )
+            total = rows.added(total, part.span, y, factors[part.span])
+            if level != "none":
+                zs.clear()
+            if level == "full":
+                us.clear()
+        ctx.save_for_backward(None if keeps else x, of_rows if keeps else None, scores, *us, *zs)
+        return total.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, of_rows, scores, u, z = ctx.saved_tensors
+        x, kept, scores, *saved = ctx.saved_tensors
         up, up_bias, down, down_bias = ctx.weights
         options: _Options = ctx.options
-        dispatch, products, activation, gated, limit, _, triton, adds_bias = options
+        dispatch, _, activation, gated, limit, level, triton, adds_bias = options
         rows, work = dispatch.home, dispatch.work
-        if of_rows is None:
-            of_rows = dispatch.rows_of(x)  # (r, h)
-        if u is None:
-            u = products.affine(of_rows, up, up_bias)
-        if z is None:
-            z = options.activate(u)
-        dtype = dy.dtype
-        dy, scores = dispatch.out(
-            dy.index_select(0, rows.tokens), rows.of(scores)
-        )  # (r, h) and (r, 1)
-        dz = products.times(dy, down)
-        of_scores = (dz * z).sum(1, dtype=torch.float32)
-        if adds_bias and down_bias is not None:
-            biases = down_bias.unflatten(0, (work.num_experts, -1))[work.experts]
-            of_scores += (dy * biases).sum(1, dtype=torch.float32)
-        scaled = z if down_bias is None else dy  # z is narrower
-        scaled.mul_(scores)
-        products.add_gradients(down, down_bias, dy, z)
-        del dy, z
-        du, _ = activate_backward(dz.mul_(scores), u, activation, gated, False, triton, limit)
-        products.add_gradients(up, up_bias, du, of_rows)
-        if not ctx.needs_input_grad[0]:
-            return None, rows.by_choice(*dispatch.back(of_scores)), *(None,) * 5
-        dx, of_scores = dispatch.back(products.times(du, up), of_scores)
-        return rows.summed(dx).to(dtype), rows.by_choice(of_scores), *(None,) * 5
+        parts = options.parts(dy)
+        factors, total = rows.of(scores), cast(Tensor, None)
+        of_scores, firsts = list[Tensor](), dict[int, bool]()
+        for number, part in enumerate(parts):
+            of_rows = dispatch.rows_of(x, part.span) if kept is None else kept  # (r, h)
+            u = part.affine(of_rows, up, up_bias) if level == "full" else saved[number]
+            z = saved[len(parts) + number] if level == "none" else options.activate(u)
+            of_y = dy.index_select(0, rows.tokens[part.span])  # (r, h)
+            of_y, score = dispatch.out(of_y, factors[part.span])  # (r, 1)
+            dz = part.times(of_y, down)
+            of_score = (dz * z).sum(1, dtype=torch.float32)
+            if adds_bias and down_bias is not None:
+                biases = down_bias.unflatten(0, (work.num_experts, -1))
+                of_score += (of_y * biases[work.experts[part.span]]).sum(1, dtype=torch.float32)
+            scaled = z if down_bias is None else of_y  # z is narrower
+            scaled.mul_(score)
+            part.add_gradients(down, down_bias, of_y, z, firsts)
+            del of_y, z, scaled
+            du, _ = activate_backward(dz.mul_(score), u, activation, gated, False, triton, limit)
+            part.add_gradients(up, up_bias, du, of_rows, firsts)
+            if ctx.needs_input_grad[0]:
+                dx, of_score = dispatch.back(part.times(du, up), of_score)
+                total = rows.added(total, part.span, dx)
+            else:
+                (of_score,) = dispatch.back(of_score)
+            of_scores.append(of_score)
+        of_x = total.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return of_x, rows.by_choice(torch.cat(of_scores)), *(None,) * 5
 
 
 def dispatched(

@@ -127,6 +127,29 @@ def test_levels_change_no_bit(biases: bool) -> None:
         assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
+@pytest.mark.parametrize("kind", ["even", "two idle", "one hot"])
+def test_parts_of_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert's rows by themselves are right, too, at each level to the bit; gradients that are
+    not the first ones are added."""
+    monkeypatch.setattr(module, "PART_ROWS", 1)
+    values, chosen = make(True, True, torch.float32), choices(kind)
+    first, *others = (run(values, chosen, True, level) for level in LEVELS)
+    check(first, exact(values, chosen, True), TOLERANCE[torch.float32])
+    for other in others:
+        assert all(torch.equal(other[name], value) for name, value in first.items())
+    weight = empty_gradient(values["down"].clone())
+    for _ in range(2):
+        x, scores = (values[name].clone().requires_grad_() for name in ("x", "scores"))
+        up = empty_gradient(values["up"].clone())
+        dispatch = dispatched(x, chosen, E)
+        experts(x, scores, dispatch, up, None, weight, None, "silu", True).sum().backward()
+    once = weight.main_grad.clone()
+    weight.gradient_is_empty = True
+    dispatch = dispatched(x, chosen, E)
+    experts(x, scores, dispatch, up, None, weight, None, "silu", True).sum().backward()
+    torch.testing.assert_close(once, 2 * weight.main_grad)
+
+
 def test_grouped_products_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU multiplies at once, on a CPU: equal to rounding."""
     values, chosen = make(True, True, torch.float32, 16), choices("two idle")
