@@ -15,6 +15,7 @@ from megatron_lite.config import Config, DistributedConfig, changed
 from megatron_lite.config.values import counted
 from megatron_lite.distributed.traffic import KINDS
 from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.kernels.expert_exchange import PLANNED_LOAD
 from megatron_lite.model.gpt import active_numel
 from megatron_lite.monitor.schedule_picture import DrawnStep
 from megatron_lite.parameter import DTYPES
@@ -277,6 +278,11 @@ def _activations(plan: Plan, device_bytes: int) -> Iterator[str]:
     yield _row(f"of {_mib(device_bytes)}", *fits)
     _, origin = planned_memory(plan.config.distributed, plan.world_size)
     yield f"  * --mlp_recompute_level={chosen}; {device_bytes / GIB:.1f} GiB are {origin}"
+    if (ranks := plan.config.distributed.expert_parallel) > 1:
+        yield (
+            f"  experts get up to {PLANNED_LOAD} times the mean number of tokens on a rank; one of {ranks} that gets "
+            "more needs more"
+        )
 
 
 def _level_title(level: str, chosen: str) -> str:

@@ -61,6 +61,9 @@ def runtime_bytes(config: Config, partition: Partition) -> dict[str, int]:
             ranks > 1 for ranks in (data * tensor, *((data, tensor) if tensor > 1 else ()))
         )
         groups += 4 - (data * tensor == 1) if pipeline > 1 else 0
+        if (experts := config.distributed.expert_parallel) > 1:
+            # of ranks with other experts; with the same, and with other parts, if there are any
+            groups += 1 + 2 * (data > experts)
         needs["CUDA context, kernels"] = CUDA_CONTEXT_BYTES
         if groups:
             needs["NCCL channels"] = groups * (

@@ -62,7 +62,10 @@ class Partition:
         self.state_bytes = sum(row.bytes for row in model.memory.table())
         trained = [part for stage in model.stages for part in stage.trainable]
         # elements
-        self.largest_shard = max((part.layout.shard_numel for part in trained), default=0)
+        self.largest_shard = max(
+            (sum(part.layout.shard_numel for part in stage.trainable) for stage in model.stages),
+            default=0,
+        )
         # of Muon, for one matrix at a time
         self.update_bytes = 0
         self.update_products = Counter[Product]()

@@ -105,7 +105,7 @@ FIXED = flags_of(
     "--startup_timeout=60 --save_retries=0"
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
-EXPERTS = "--num_experts=6 --num_experts_per_token=2 --moe_ffn_hidden_size=24"
+EXPERTS = "--num_experts=8 --num_experts_per_token=2 --moe_ffn_hidden_size=24"
 # Each on or off.
 SINGLE = (
     "truncate_documents=0",

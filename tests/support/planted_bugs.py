@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "reliability.md"
 
 
+SHARED_OUT = (
+    "--num_experts=4 --num_experts_per_token=2 --moe_ffn_hidden_size=24 --expert_parallel=2"
+)
+
+
 class Bug(NamedTuple):
     """A published bug. place: module:function of ours; before, after: in its source, however it is
     broken into lines.
@@ -297,6 +302,52 @@ BUGS = (
         "return self.own(positions)",
         "return positions.flatten()[: positions.numel() // self._group.world_size].view(1, -1)",
         like="--use_rotary_embeddings=0",
+    ),
+    # -- expert parallelism --
+    Bug(
+        "norm without experts",
+        "the gradient norm leaves out the experts",
+        "Megatron-LM#5916, DeepSpeed#8613",
+        "optimizer.optimizer:Optimizer.__init__",
+        "part.grad_shard[start:end] for part in stage.trainable",
+        "part.grad_shard[start:end] for part in stage.trainable[:1]",
+        like=SHARED_OUT,
+    ),
+    Bug(
+        "gradients times ranks",
+        "an expert's gradient is multiplied by the number of ranks that share out the experts",
+        "DeepSpeed#5259, Megatron-LM#5956",
+        "kernels.experts:_Experts.backward",
+        "dy.mul_(scores), z",
+        "dy.mul_(scores).mul_(1 + dispatch.sends), z",
+        like=SHARED_OUT,
+    ),
+    Bug(
+        "experts drift",
+        "gradients of experts are not summed over the ranks with the same ones",
+        "fairseq#4220, Automodel#3135",
+        "zero.stage:Stage.reduce",
+        "part.group.reduce_scatter(part.full_gradients)",
+        "Works() if part.has_experts else part.group.reduce_scatter(part.full_gradients)",
+        like=SHARED_OUT,
+    ),
+    Bug(
+        "first experts",
+        "each rank begins with the first ones",
+        "DeepSpeed#6589",
+        "tiles:Split.own_rows",
+        "self.rank * self.expert_ranks // self.ranks * rows",
+        "0",
+        like=SHARED_OUT,
+    ),
+    Bug(
+        "experts of one rank",
+        "a checkpoint has one rank's experts in the place of all",
+        "KempnerForge#202, Megatron-LM#1836",
+        "checkpoint.writing:locate_parameters",
+        "place[EXPERT_PARTS]",
+        'place["tensor"]',
+        test="tests/checkpoint/test_tensor_layouts.py::test_any_layout_resumes_any_other",
     ),
     # -- masks and documents --
     Bug(
