@@ -888,7 +888,7 @@ def test_the_plan_counts_what_watching_updates_keeps() -> None:
         config = tiny_config(2, watch=(watch,), zero_stage=zero_stage, training_dtype="bf16")
         model = planned_model(config, SimulatedGroup(0, 2, "cpu", "cpu"), "cpu")
         scale = torch.ones(())
-        watched = Watch(config, model, scale, cast(Any, Alone()), cast(Any, None))
+        watched = Watch(config, model, scale, {}, cast(Any, Alone()), cast(Any, None))
         assert (
             one_plan(config, 2, "cpu").runtime.get("old weights for watch", 0)
             == watched._old.nbytes
