@@ -115,12 +115,12 @@ class Exchange(Dispatch):
         arriving, self._arriving = self._arriving, None
         rows, work = arriving or self._start(super().rows_of(x))
         work.wait()
-        return rows[self._order]
+        return rows.index_select(0, self._order)
 
     def out(self, *values: Tensor) -> Sequence[Tensor]:
         arriving = [self._start(rows) for rows in values]
         Works([work for _, work in arriving]).wait()
-        return [rows[self._order] for rows, _ in arriving]
+        return [rows.index_select(0, self._order) for rows, _ in arriving]
 
     def back(self, *values: Tensor) -> Sequence[Tensor]:
         in_order = [torch.empty_like(rows).index_copy_(0, self._order, rows) for rows in values]

@@ -88,7 +88,7 @@ class SimulatedGroup(Groups):
         return self._started(kind, buffer, Works())
 
     def reduce_scatter(self, buffer: Tensor, kind: str = "reduce") -> Handle:
-        return self._started(kind, buffer, Works())
+        return Works() if self.world_size == 1 else self._started(kind, buffer, Works())
 
     def all_reduce(self, buffer: Tensor, kind: str) -> Handle:
         return self._started(kind, buffer, Works(), passes=2)
@@ -337,5 +337,7 @@ def count_traffic(
                     stage.update_buffer.wait()
             if stage.trainable:
                 model.updated(stage)
+            for part in stage.parts:
+                part.is_whole = part.is_state  # all ranks update all of it
         model.gather_ahead()
     return traffic.take()

@@ -1,0 +1,56 @@
+"""Plans of experts that ranks share out: state and traffic of real runs, and rows for twice the
+mean load."""
+
+from typing import Any
+
+import pytest
+
+from megatron_lite.kernels.expert_exchange import PLANNED_LOAD
+from tests.planner.test_plan import planned, run_steps
+from tests.support.harness import run_distributed, tiny_config
+from tests.support.plans import one_plan
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_ffn_hidden_size": 24,
+    "expert_parallel": 2,
+}
+CASES = [
+    EXPERTS | options
+    for options in (
+        {"zero_stage": 1},
+        {"zero_stage": 2, "optimizer": "muon"},
+        {"zero_stage": 3, "training_dtype": "bf16", "mlp_recompute_level": "full"},
+        {"zero_stage": 3, "freeze": ("blocks.0.mlp.experts",), "ema_type": "ema"},
+    )
+]
+EXCHANGE = "expert exchange"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_state_and_traffic_are_those_of_real_runs(ranks: int) -> None:
+    """But for the sizes of exchanges, which the load decides."""
+    found = run_distributed(ranks, run_steps, CASES, expert_parallel=2)
+    for case, (memory, traffic) in zip(CASES, found[0], strict=True):
+        state, expected = planned(ranks, case)
+        assert memory == state
+        exchanges, most = traffic.pop(EXCHANGE), expected.pop(EXCHANGE)
+        assert exchanges[0] == most[0] and exchanges[1] <= most[1]
+        for other in ("sum", "whole"):
+            expected.pop(other, None)
+        assert traffic == expected, case
+
+
+def test_rows_are_for_twice_the_mean_load() -> None:
+    """A plan of a rank that shares out experts has room for it; state falls with the ranks."""
+    large = {"hidden_size": 256, "moe_ffn_hidden_size": 1024, "batch_size": 8}
+    plans = [
+        one_plan(tiny_config(4, **EXPERTS | large | {"expert_parallel": ranks}), 4, "cuda")
+        for ranks in (1, 2, 4)
+    ]
+    one, *others = [plan.activations["none"].held for plan in plans]
+    for other in others:
+        assert 1.3 * one < other <= PLANNED_LOAD * 1.5 * one
+    states = [plan.state_bytes for plan in plans]
+    assert states[0] > states[1] > states[2]
