@@ -248,8 +248,9 @@ def warm_up(distributed: Distributed) -> None:
         for row in DIMENSIONS:
             if row.in_layers:  # NCCL connects each algorithm at its first use
                 getattr(distributed, row.name).all_reduce(buffer, "sum").wait()
-        ones = [1] * distributed.expert.world_size
-        distributed.expert.all_to_all(buffer[: len(ones)].contiguous(), ones, ones)[1].wait()
+        if (experts := distributed.expert).world_size > 1:
+            sizes = [numel // experts.world_size] * experts.world_size
+            experts.all_to_all(buffer[: sum(sizes)], sizes, sizes)[1].wait()
         distributed.pipeline.connect()
     distributed.wait_for_device()
 
