@@ -22,7 +22,7 @@ from megatron_lite.planner import search
 from megatron_lite.planner.report import dry_run
 from megatron_lite.validation import examine, resolve
 from megatron_lite.validation.sizes import check_passes
-from tests.support.harness import TINY
+from tests.support.harness import TINY, tiny_config
 from tests.support.shared_planners import shared_planners
 from tests.support.tables import rows
 
@@ -279,3 +279,21 @@ def test_tied_weights_take_the_placement_without_a_copy_if_there_are_stages(
     options = {**TINY, "num_layers": 4, "pipeline_parallel": 2, **parse(flags.split()).given}
     config = resolve(unflatten(options), 2).multi_stage
     assert (config.pipeline_schedule, config.pipeline_placement) == chosen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (2, {"num_experts": 1}, "--num_experts=1: a dense model has no experts to share out"),
+        (2, {"num_experts": 3}, "each rank has equally many of them; write --expert_parallel=1"),
+        (3, {}, "the 3 data-parallel ranks must be a multiple"),
+        (4, {"tensor_parallel": 4}, "the 1 data-parallel rank must be a multiple"),
+        (4, {"data_parallel_shard": 1}, "the ranks of a replica have all experts"),
+        (2, {"symmetric_memory": True, "device": "cuda"}, "--symmetric_memory=1: its buffers"),
+    ],
+)
+def test_experts_are_shared_out_evenly(ranks: int, options: dict[str, Any], words: str) -> None:
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "expert_parallel": 2}
+    with pytest.raises(UsageError) as error:
+        tiny_config(ranks, **experts | {"batch_size": 12} | options)
+    assert "--expert_parallel=2" in str(error.value) and words in str(error.value)
