@@ -145,7 +145,7 @@ def build(name: str, config: Config, distributed: Distributed) -> Contestant:
         return Engine(config, distributed)
     model = Theirs(config, THEIRS[name])
     if "compiled" in name:
-        model.forward = torch.compile(model.forward, dynamic=False)  # type: ignore[method-assign]
+        model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
     return Peer(config, distributed, model)
 
 
