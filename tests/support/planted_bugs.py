@@ -318,8 +318,8 @@ BUGS = (
         "an expert's gradient is multiplied by the number of ranks that share out the experts",
         "DeepSpeed#5259, Megatron-LM#5956",
         "kernels.experts:_Experts.backward",
-        "scaled.mul_(scores)",
-        "scaled.mul_(scores).mul_(1 + dispatch.sends)",
+        "scaled.mul_(score)",
+        "scaled.mul_(score).mul_(1 + dispatch.sends)",
         like=SHARED_OUT,
     ),
     Bug(
