@@ -69,6 +69,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "transformers",
+            "peft",
             "jinja2",
             "hypothesis",
             "tensorboard",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from megatron_lite.checkpoint.frozen_base import digest_of
 from megatron_lite.checkpoint.history import History
 from megatron_lite.checkpoint.mirror import Mirror
 from megatron_lite.checkpoint.names import new_nonce
@@ -30,11 +31,12 @@ from megatron_lite.distributed.agreement import rank_0_works, together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.generation.samples import open_samples
-from megatron_lite.huggingface import load_pretrained
+from megatron_lite.huggingface import adapter_folder, load_pretrained
 from megatron_lite.huggingface.weight_source import WeightSource
 from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels.choice import Kernels, agree_on_kernels
 from megatron_lite.kernels.eight_bit import eight_bit_of
+from megatron_lite.model.adapters import is_of_adapter
 from megatron_lite.model.gpt import model_layers, shapes_of
 from megatron_lite.model.layer import Layer
 from megatron_lite.monitor import schedule_picture
@@ -309,20 +311,21 @@ def _sources(run: Run, layers: list[Layer]) -> tuple[Choice, WeightSource | None
     """Choose the checkpoints to resume from; if there are none, open the pretrained weights, if
     any."""
     options, choice = run.config.source, _choose(run)
-    if (
-        options.pretrained_checkpoint_path is None
-        or "model" not in options.load_parts
-        or choice.found
-    ):
+    resumes = choice.found and not run.config.adapters.lora_rank
+    if options.pretrained_checkpoint_path is None or "model" not in options.load_parts or resumes:
         return choice, None
+    shapes = {name: shape for name, shape in shapes_of(layers).items() if not is_of_adapter(name)}
     return choice, load_pretrained.open_pretrained(
-        run.config, shapes_of(layers), run.distributed, run.logger.warning
+        run.config, shapes, run.distributed, run.logger.warning
     )
 
 
 def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     """Load the newest good checkpoint or the pretrained weights, otherwise initialize the
-    weights."""
+    weights.
+
+    With adapters, first the model that they adapt, which no checkpoint contains.
+    """
     model = run.model
     optimizer = run.optimizer
     data = run.data.identity
@@ -337,6 +340,10 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
     def repair(iteration: int) -> bool | None:
         return _on_mirror(run, lambda mirror: mirror.fetch(iteration))
 
+    adapters = run.config.adapters
+    if adapters.lora_rank:
+        load_pretrained.fill_base(source, run.config, model, run.distributed)
+        run.base = digest_of(model, run.distributed)
     arguments = (
         choice,
         root,
@@ -348,11 +355,14 @@ def _fill(run: Run, choice: Choice, source: WeightSource | None) -> Resumed:
         run.distributed,
         run.logger,
     )
-    resumed = resume(*arguments, leave, repair)
+    resumed = resume(*arguments, leave, repair, run.base)
     if resumed is not None:
         return resumed
     iteration = 0
-    if source is None:
+    if adapters.lora_rank:
+        if adapters.pretrained_adapter is not None:
+            adapter_folder.load(run.config, model, run.distributed)
+    elif source is None:
         model.initialize(run.config.distributed.seed)
     else:
         iteration = load_pretrained.start_from(

@@ -54,6 +54,7 @@ NAMES_OF_A_RUN = ("experiment_dir", "experiment_name", "wandb_id")
 # Option -> kind of change; other options' changes are only logged.
 KINDS = {
     **{name: ARCHITECTURE for name in vars(ModelConfig()) if name not in FREE},
+    **dict.fromkeys("lora_rank lora_alpha lora_scaling lora_targets".split(), ARCHITECTURE),
     # The samples, or their order.
     **dict.fromkeys(
         "dataset_source seed shuffle shuffle_era shuffle_documents truncate_documents max_epochs".split(),

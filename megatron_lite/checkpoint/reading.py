@@ -101,7 +101,12 @@ def _load(
     content, problem = open_checkpoint(folder, iteration, distributed)
     if content is None:
         return None, problem
-    if misfits := content.misfits({spec.name: spec.shape for spec in model.specs()}):
+    shapes = {
+        slot.spec.name: slot.spec.shape
+        for _, part in model.saved_parts(of_all=True)
+        for slot in part.layout.slots
+    }
+    if misfits := content.misfits(shapes):
         raise CheckpointError(
             f"checkpoint {folder} does not fit the model: {shorten(misfits)}. Give the flags it was trained with, or "
             "choose another --experiment_dir"
@@ -141,7 +146,7 @@ def fill_verified(
 
     def fill_own() -> None:
         with contextlib.closing(opened):
-            for _, part in model.parts():
+            for _, part in model.saved_parts():
                 for kind in part.kinds():
                     _fill_shard(opened, content, part, kind, optimizer)
 
@@ -174,7 +179,7 @@ def changes(content: Manifest, model: MultiStage, optimizer: str) -> list[str]:
     has_averages = any("average" in saved.slices for saved in content.parameters.values())
     num_other_rule = num_without_average = 0
     without_moments, rounded = Counter[str](), Counter[str]()
-    for _, part in model.all_parts():
+    for _, part in model.saved_parts(of_all=True):
         kinds = part.kinds()
         for slot in part.layout.slots:
             saved = content.parameters[slot.spec.name]

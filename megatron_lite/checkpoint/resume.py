@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_lite.checkpoint import compatibility, reading
+from megatron_lite.checkpoint.frozen_base import check_base
 from megatron_lite.checkpoint.history import History, counts_of, history_of
 from megatron_lite.checkpoint.manifest import Manifest, read
 from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, reason
@@ -260,12 +261,14 @@ def resume(
     logger: logging.Logger,
     leave: Callable[[int], None] = lambda iteration: None,
     repair: Callable[[int], bool | None] = lambda iteration: None,
+    base: str = "",
 ) -> Resumed | None:
     """Load the newest good checkpoint of a choice, or return None without any. Collective.
 
     root: the folder of the run's own checkpoints. load_sums: restores the log's running sums. data:
     see `data.fingerprint.identity`. leave: called on rank 0, with the iteration to go back to,
-    before newer checkpoints are set aside. repair: see `reading.load_first_good`.
+    before newer checkpoints are set aside. repair: see `reading.load_first_good`. base: see
+    `frozen_base`.
     """
     where, rule = choice.found[0][1].parent if choice.found else None, config.optimizer.optimizer
     found = reading.load_first_good(
@@ -275,6 +278,7 @@ def resume(
         return None
     folder, loaded = found
     compatibility.check_architecture(loaded.config, config, str(folder))
+    check_base(loaded.state, base, str(folder))
     other_data = compatibility.check_data(loaded, config, data, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)

@@ -108,6 +108,7 @@ RUN_STATE = {
     "window": {"loss": HexFloat, "tokens": Count},
     "evaluation_due?": bool,
     "origin?": JsonObject,  # see `huggingface.origin`
+    "base?": str,  # see `frozen_base`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "counts?": {
         # start, size and length of `schedules.batch_size.Segment`

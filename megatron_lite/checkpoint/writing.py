@@ -87,7 +87,7 @@ class Save:
         self.root = root
         self.iteration = iteration
         self.folder = root / str(iteration)
-        self.tensors = tensors_of(model.parts())
+        self.tensors = tensors_of(model.saved_parts())
         self._model = model
         self._state = state
         self._config = config
@@ -139,7 +139,7 @@ class Save:
         """
         if self.distributed.rank != 0:
             return
-        rank_of, parts = self._model.pipeline.rank_of, self._model.all_parts()
+        rank_of, parts = self._model.pipeline.rank_of, self._model.saved_parts(of_all=True)
         content = Manifest(
             save_id=self._save_id,
             iteration=self.iteration,
@@ -391,7 +391,7 @@ def shards_bytes(model: MultiStage, ranks: int) -> int:
 
     ranks: with the same layers.
     """
-    return ranks * num_bytes(tensors_of(model.all_parts())) if model.training else 0
+    return ranks * num_bytes(tensors_of(model.saved_parts(of_all=True))) if model.training else 0
 
 
 def num_bytes(tensors: Iterable[TensorToWrite]) -> int:
@@ -409,7 +409,7 @@ def files_bytes(model: MultiStage, world_size: int, iteration: int) -> int:
     kinds = Counter((rank // peers, len(str(rank))) for rank in range(world_size))
     for (pipeline_rank, digits), ranks in kinds.items():
         tensors = tensors_of(
-            part for part in model.all_parts() if rank_of[part[0]] == pipeline_rank
+            part for part in model.saved_parts(of_all=True) if rank_of[part[0]] == pipeline_rank
         )
         shapes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
         metadata = manifest.file_metadata(new_nonce(), iteration, 10**digits - 1)
@@ -442,7 +442,7 @@ def _stored(model: MultiStage) -> list[tuple[Tensor, ...]]:
     """
     return [
         part.weights.stored if kind == "weights" else (part.read(kind),)
-        for _, part in model.parts()
+        for _, part in model.saved_parts()
         for kind in part.kinds()
     ]
 

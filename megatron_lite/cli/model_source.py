@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.checkpoint.rotation import again
-from megatron_lite.config import Options, unflatten
+from megatron_lite.config import ModelConfig, Options, unflatten
 from megatron_lite.config.source import PRESETS
 from megatron_lite.config.values import FLAGS, parse_list, parse_value, written
 from megatron_lite.errors import CheckpointError, UsageError
@@ -76,7 +76,7 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
     typed, notes = with_preset(given)
     path = typed.get("pretrained_checkpoint_path")
     if path is None:
-        return _with_own_positions(typed), notes
+        return _with_export_type(_with_own_positions(typed), None), notes
     if "://" in path:
         from megatron_lite.corpus.remote_copy import cache_of, local_copy
 
@@ -95,6 +95,8 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
     if found is not None:
         notes += (Note(f"the architecture is taken from {found.where}"),)
         values = _with_export_type(values, found.model_type)
+    if values.get("pretrained_adapter") is not None:
+        values = _with_adapter(values)
     tokenizer = Path(path, "tokenizer.json")
     if (
         loads
@@ -170,14 +172,41 @@ def _with_stated_model(given: Options, folder: Path) -> tuple[Options, Stated | 
 
 def _with_export_type(values: Options, model_type: str | None) -> Options:
     """Set the export type to the model's own architecture, if it supports the options and none was
-    typed."""
-    if model_type is None or "export_model_type" in values:
+    typed. With adapters, whose number depends on it, to any that does."""
+    if "export_model_type" in values or (model_type is None and not values.get("lora_rank")):
         return values
-    resolved, problems = examine(unflatten(dict(values)), 1)
-    if not problems:
-        with contextlib.suppress(UsageError):
-            return {**values, "export_model_type": check_exportable(resolved.model, model_type)}
+    with contextlib.suppress(UsageError, CheckpointError):
+        return {**values, "export_model_type": check_exportable(_model_of(values), model_type)}
     return values
+
+
+def _model_of(values: Options) -> ModelConfig:
+    """Return the resolved model, in any layout of ranks."""
+    options = {name: values[name] for name in model_folder.MODEL_OPTIONS if name in values}
+    return model_folder.resolved_model(options, "the command line")
+
+
+def _with_adapter(values: Options) -> Options:
+    """Add what the folder of --pretrained_adapter states.
+
+    Raises:
+        CheckpointError: if a typed option contradicts it.
+    """
+    from megatron_lite.huggingface.adapter_folder import options_of
+
+    folder = Path(values["pretrained_adapter"])
+    stated = options_of(folder, _model_of(values), values.get("export_model_type"))
+    differing = [
+        Difference(name, value, values[name])
+        for name, value in stated.items()
+        if name in values and name != "lora_targets" and values[name] != value
+    ]
+    if differing:
+        lines = "\n  ".join(f"--{difference}" for difference in differing)
+        raise CheckpointError(
+            f"the flags contradict the adapters of {folder}; leave these out:\n  {lines}"
+        )
+    return {**stated, **values}
 
 
 def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:

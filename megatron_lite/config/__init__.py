@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lite.config.adapters import AdapterConfig
 from megatron_lite.config.experts import ModelConfig
 from megatron_lite.config.model import RECOMPUTE_LEVELS as RECOMPUTE_LEVELS
 from megatron_lite.config.model import PerformanceConfig
@@ -32,6 +33,7 @@ class Config:
 
     source: SourceConfig = field(default_factory=SourceConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -58,6 +60,7 @@ _DEFAULTS = {name: getattr(AREAS[area], name) for area, names in _NAMES.items() 
 class Draft(
     SourceConfig,
     ModelConfig,
+    AdapterConfig,
     BatchConfig,
     LearningRateConfig,
     OptimizerConfig,

@@ -23,6 +23,7 @@ from megatron_lite.errors import NumericsError
 from megatron_lite.huggingface.architectures import ARCHITECTURES, check_exportable
 from megatron_lite.huggingface.export_folder import ExportFolder
 from megatron_lite.huggingface.model_card import TrainingSummary
+from megatron_lite.model.adapters import is_of_adapter
 from megatron_lite.zero.flat_shard import FlatShard
 from megatron_lite.zero.multi_stage import MultiStage
 from megatron_lite.zero.replicas import assembled
@@ -52,7 +53,9 @@ def export_weights(model: MultiStage, config: Config, distributed: Distributed) 
             yield from model.full_weights()
 
 
-def master_weights(model: MultiStage, distributed: Distributed, average: bool = False) -> Weights:
+def master_weights(
+    model: MultiStage, distributed: Distributed, average: bool = False, trained_only: bool = False
+) -> Weights:
     """Yield (name, full fp32 weight) gathered from the master shards, on rank 0's host; other ranks
     get (0,).
 
@@ -63,6 +66,8 @@ def master_weights(model: MultiStage, distributed: Distributed, average: bool = 
     average: yield running averages, for parameters that have one.
     """
     for stage, part in model.all_parts():
+        if trained_only and part.frozen:
+            continue
         ranges = _gather(part, model.pipeline.rank_of[stage], distributed, average)
         for slot in part.layout.slots:
             parts = [flat[slot.offset : slot.offset + slot.spec.padded_numel] for flat in ranges]
@@ -132,7 +137,8 @@ def save_huggingface(
             appears.
         StorageError: on every rank, if the folder cannot be written.
     """
-    shapes = [(spec.name, tuple(spec.shape)) for spec in model.specs()]
+    specs = (spec for spec in model.specs() if not is_of_adapter(spec.name))
+    shapes = [(spec.name, tuple(spec.shape)) for spec in specs]
     folder = ExportFolder(shapes, config, size_bytes(config.training.export_shard_size))
     temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
     what, is_writer = f"the export {directory}", distributed.rank == 0

@@ -34,6 +34,7 @@ from megatron_lite.huggingface.weight_source import (
     WeightSource,
     read_whole,
 )
+from megatron_lite.model.adapters import is_of_adapter
 from megatron_lite.optimizer.optimizer import Optimizer
 from megatron_lite.parameter import ParameterSpec
 from megatron_lite.tiles import Tile
@@ -190,7 +191,7 @@ def _open_and_look(
     if kind == "distributed":
         # The command line was completed from the newest checkpoint, and another may be the newest
         # now.
-        theirs, own = vars(source.model), vars(config.model)
+        theirs, own = {**vars(source.model), **vars(config.adapters)}, vars(config.model)
         if config.source.resize_vocabulary:
             theirs = {**theirs, "vocab_size": own["vocab_size"]}
         if config.source.ignore_pretrained_config:  # norm weights are stored that way anyway
@@ -352,6 +353,23 @@ def load_moments(
         f"(--optimizer={before}): they start at zero"
     )
     return optimizer_state(content.state, before, optimizer), note if num_lost else None
+
+
+def fill_base(
+    source: WeightSource | None, config: Config, model: MultiStage, distributed: Distributed
+) -> None:
+    """Fill the frozen weights of a run that trains adapters, which get their initial values. source:
+    None: all weights get these.
+
+    Raises:
+        CheckpointError: see `load_weights`.
+    """
+    model.initialize(config.distributed.seed, frozen=source is None)
+    if source is not None:
+        with source:
+            adapters = (spec.name for spec in model.specs() if is_of_adapter(spec.name))
+            load_weights(source, model, distributed, frozenset(adapters))
+        files.logger.info("loaded the weights of %s (%s)", source.folder, source.description)
 
 
 def start_from(

@@ -34,7 +34,7 @@ from megatron_lite.validation import examine
 KINDS = ("huggingface", "distributed")
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26}
+LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26, "adapter_config.json": 2**22}
 
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
 _OTHER_FORMAT = re.compile(
@@ -138,8 +138,8 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     names = _names(folder)
     if "adapter_config.json" in names:
         raise CheckpointError(
-            f"{folder}: it holds an adapter (adapter_config.json); merge it into its base model first (peft: "
-            "merge_and_unload(), then save_pretrained()) and give the folder of the result"
+            f"{folder}: it holds an adapter (adapter_config.json); give its model's folder, with --pretrained_adapter="
+            f"{folder}, or merge it (peft: merge_and_unload(), then save_pretrained()) and give the result"
         )
     if WEIGHTS_NAME in names:
         return [WEIGHTS_NAME], {}

@@ -159,6 +159,11 @@ class CheckpointSource(WeightSource):
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         check_sizes(folder, self.content.files)
         self.iteration, config = self.content.iteration, self.content.config
+        if config.get("lora_rank"):
+            raise CheckpointError(
+                f"{folder}: it holds adapters without their model; give an export with --export_merged=1, from "
+                "export/merged, or the model's folder"
+            )
         self.model = model_folder.resolved_model(
             model_folder.checkpoint_values(config, str(folder)), str(folder)
         )

@@ -149,11 +149,16 @@ class Products(NamedTuple):
     of_weight: Callable[[Parameter, Tensor, Tensor], None] = (
         accumulate_product  # of dy (t, o) and x (t, i)
     )
+    adapters: tuple[Parameter, ...] = ()  # trained instead of the weight; see `kernels/adapters.py`
+
+    def needs_input(self, weight: Parameter) -> bool:
+        """Return whether gradients of parameters need the layer's input."""
+        return weight.requires_grad or bool(self.adapters)
 
     def add_gradients(
         self, weight: Parameter, bias: Parameter | None, dy: Tensor, x: Tensor | None
     ) -> None:
-        """Add dy^T x to a trained weight's gradient (x None: frozen), and the sum of dy over tokens
+        """Add dy^T x to a trained weight's gradient (x None: not needed), and the sum of dy over tokens
         to a trained bias's.
 
         The product waits for a later pass if this one computes only the input's gradient.
@@ -186,8 +191,9 @@ class _Linear(Function):
         before: Exchange,
         after: Exchange,
         products: Products,
+        *adapters: Parameter,
     ) -> Tensor:
-        if weight.requires_grad:
+        if products.needs_input(weight):
             ctx.save_for_backward(x)
         ctx.kept = weight, bias, before, after, products, x.shape
         return after.reduced_product(products.forward, before.start_gather(x), weight, bias)
@@ -196,14 +202,15 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, before, after, products, shape = ctx.kept
         gathering, dx = after.start_gather(dy.reshape(-1, dy.shape[-1])), None
-        x = before.start_gather(*ctx.saved_tensors) if weight.requires_grad else None
+        x = before.start_gather(*ctx.saved_tensors) if products.needs_input(weight) else None
         if ctx.needs_input_grad[0]:
             dx = before.start_reduce(products.input_gradient(gathering, weight))
         flat_dy = complete(gathering)
         products.add_gradients(
             weight, bias, flat_dy, None if x is None else complete(x).flatten(0, -2)
         )
-        return None if dx is None else complete(dx).view(shape), *(None,) * 5
+        dx = None if dx is None else complete(dx).view(shape)
+        return dx, *(None,) * (5 + len(products.adapters))
 
 
 def linear(
@@ -219,4 +226,4 @@ def linear(
     before: exchange of the input if outputs are split over ranks. after: of the output if inputs
     are split.
     """
-    return _Linear.apply(x, weight, bias, before, after, products)
+    return _Linear.apply(x, weight, bias, before, after, products, *products.adapters)

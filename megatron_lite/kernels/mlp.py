@@ -279,6 +279,7 @@ class _MLP(Function):
         down: Parameter,
         down_bias: Bias,
         options: _Options,
+        *adapters: Parameter,
     ) -> Tensor:
         ctx.up = up
         ctx.up_bias = up_bias
@@ -289,14 +290,16 @@ class _MLP(Function):
         u = options.of_up.forward(options.exchange.start_gather(x), up, up_bias)
         z = options.activate(u)  # (..., f)
         # for dx and the gradients of `up` and its bias
-        ctx.needs_du = any(ctx.needs_input_grad[:3])
-        recomputes_z = down.requires_grad and options.recompute_level != "none"
+        ctx.needs_du = any(ctx.needs_input_grad[:3]) or bool(options.of_up.adapters)
+        keeps_x, keeps_z = options.of_up.needs_input(up), options.of_down.needs_input(down)
+        # `activate_backward` has most of z, and an adapter's gradient alone is not worth its memory
+        recomputes_z = keeps_z and (options.recompute_level != "none" or not down.requires_grad)
         recomputes_u = options.recompute_level == "full"
         needs_u = ctx.needs_du or recomputes_z
         ctx.save_for_backward(
-            x if up.requires_grad or (needs_u and recomputes_u) else None,
+            x if keeps_x or (needs_u and recomputes_u) else None,
             u if needs_u and not recomputes_u else None,
-            z if down.requires_grad and not recomputes_z else None,
+            z if keeps_z and not recomputes_z else None,
         )
         ctx.shape = x.shape
         return options.after.reduced_product(options.of_down.forward, z, down, down_bias)
@@ -310,7 +313,7 @@ class _MLP(Function):
         gathering_dy = after.start_gather(dy.reshape(-1, dy.shape[-1]))
         du = None
         recomputed_z = None
-        needs_z = down.requires_grad and z is None
+        needs_z = of_down.needs_input(down) and z is None
         # overlaps the products until `up` needs it
         gathering = None if x is None else exchange.start_gather(x)
         if gathering is not None and u is None and (ctx.needs_du or needs_z):
@@ -327,16 +330,17 @@ class _MLP(Function):
         z = recomputed_z if needs_z else z
         of_down.add_gradients(down, ctx.down_bias, flat_dy, z)
         del recomputed_z, z
+        others = (None,) * (5 + len(of_up.adapters) + len(of_down.adapters))
         if du is None:
-            return (None,) * 6
+            return None, *others
         dx = None
         if ctx.needs_input_grad[0]:
             dx = exchange.start_reduce(of_up.input_gradient(du, up))
         rows = None
-        if gathering is not None and up.requires_grad:
+        if gathering is not None and of_up.needs_input(up):
             rows = complete(gathering).flatten(0, -2)
         of_up.add_gradients(up, ctx.up_bias, du, rows)
-        return None if dx is None else complete(dx).view(ctx.shape), *(None,) * 5
+        return None if dx is None else complete(dx).view(ctx.shape), *others
 
 
 def mlp(
@@ -372,4 +376,6 @@ def mlp(
             exchange if after is None else after,
             *products,
         ),
+        *products[0].adapters,
+        *products[1].adapters,
     )

@@ -12,6 +12,7 @@ from megatron_lite.config.structured_values import lr_scale_patterns, mlp_lr_sca
 from megatron_lite.distributed.rank_group import Group
 from megatron_lite.kernels.choice import REFERENCES, Kernels
 from megatron_lite.kernels.eight_bit import RECIPES, EightBit
+from megatron_lite.model.adapters import add_adapters, freeze_base
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding_and_head import Embedding, Head
 from megatron_lite.model.layer import Layer, Linear
@@ -61,13 +62,17 @@ def model_layers(config: Config, kernels: Kernels, groups: Any = None) -> list[L
     groups: this rank's `Distributed`, or a plan's substitute; None: this rank alone.
 
     Raises:
-        UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules or
-            --quantization_targets matches nothing, or everything would be frozen.
+        UsageError: if a pattern of --freeze, --lr_scales, --weight_decay_modules,
+            --quantization_targets or --lora_targets matches nothing, or everything would be frozen.
     """
     length, z_loss = config.batch.sequence_length, config.training.logit_z_loss
     parallel = ALONE if groups is None else tensor_parallel(config, groups)
     layers = build_gpt(config.model, length, kernels, z_loss, config.performance, parallel)
+    if config.adapters.lora_rank:
+        add_adapters(linear_layers(layers), config)
     optimizer, parameters = config.optimizer, parameters_of(layers)
+    if config.adapters.lora_rank:
+        parameters = freeze_base(parameters)
     router = 1.0 if optimizer.router_lr_scale is None else optimizer.router_lr_scale
     scales = mlp_lr_scales(optimizer.mlp_lr_scale, router if config.model.num_experts > 1 else None)
     scales += lr_scale_patterns(optimizer.freeze, optimizer.lr_scales)
@@ -111,10 +116,7 @@ def round_products(
     Raises:
         UsageError: if a pattern selects nothing.
     """
-    blocks = (layer for layer in layers if isinstance(layer, Block))
-    linear = [
-        module for block in blocks for module in block.modules() if isinstance(module, Linear)
-    ]
+    linear = linear_layers(layers)
     recipe, patterns = RECIPES[options.eight_bit], options.quantization_targets or ("*",)
     units = kernels.eight_bit_units
     triton = kernels.triton and bool(units)  # without units, Triton may lack the formats, too
@@ -126,6 +128,12 @@ def round_products(
     for module, eight_bit in made.items():
         if eight_bit.name in chosen:
             module.eight_bit = eight_bit
+
+
+def linear_layers(layers: Iterable[Layer]) -> list[Linear]:
+    """Return the linear layers of the blocks."""
+    blocks = (layer for layer in layers if isinstance(layer, Block))
+    return [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
 
 
 def parameters_of(layers: Iterable[Layer]) -> list[Parameter]:

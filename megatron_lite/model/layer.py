@@ -18,6 +18,7 @@ from megatron_lite.kernels.mlp import mlp
 from megatron_lite.kernels.normalization import Kind, Weights, add_norm
 from megatron_lite.kernels.tensor_collectives import ONE_RANK, Collectives
 from megatron_lite.kernels.triton_support import generator_for
+from megatron_lite.model.adapters import Adapter
 from megatron_lite.model.kv_cache import CachePass
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parameter import Initializer, Parameter, ParameterSpec, declare
@@ -96,6 +97,7 @@ class Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eight_bit: EightBit | None = None  # set by `round_products`
+        self.adapter: Adapter | None = None  # set by `add_adapters`
         weights, out_size = Initializer("normal", std), sum(out_sizes)
         rows, shape = tuple(out_sizes), (out_size, in_size)
         self.weight = declare(
@@ -111,7 +113,8 @@ class Linear(torch.nn.Module):
 
     def products(self, seed: int | None) -> Products:
         """Return the products for a micro-batch with this dropout seed; None: without gradients."""
-        return PLAIN if self.eight_bit is None else self.eight_bit.at(seed)
+        products = PLAIN if self.eight_bit is None else self.eight_bit.at(seed)
+        return products if self.adapter is None else self.adapter.products(products, seed)
 
     def forward(
         self,

@@ -9,12 +9,12 @@ import itertools
 import re
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_lite.config.structured_values import module_expression
 from megatron_lite.errors import UsageError
-from megatron_lite.parameter import Parameter, ParameterSpec
+from megatron_lite.parameter import Parameter
 
 MATCHING_S = 1.0  # CPU time per regular expression; sound ones take a millisecond
 
@@ -151,30 +151,31 @@ def describe(parameters: Iterable[Parameter]) -> str:
     text = (
         f"weight decay on {len(decayed)} of {len(trained)} parameters ({count} of {every} weights)"
     )
-    return f"{text}: {', '.join(_compressed(decayed, trained))}" if decayed else text
+    names = compressed((spec.name for spec in decayed), by_block(spec.name for spec in trained))
+    return f"{text}: {', '.join(names)}" if decayed else text
 
 
 _BLOCK = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
-def _compressed(specs: Sequence[ParameterSpec], of: Sequence[ParameterSpec]) -> list[str]:
-    """Return names with `*` as block index if all blocks of `of` are included, else with index
+def compressed(names: Iterable[str], every: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return names with `*` as block index if all blocks in `every` are included, else with index
     ranges."""
-    every, items = _by_block(of), []
-    for name, blocks in _by_block(specs).items():
-        if blocks != every[name]:
+    items = []
+    for name, blocks in by_block(names).items():
+        if blocks != [*every[name]]:
             name = name.replace("*", _ranges(blocks))
         items.append(f"{name} ({len(blocks)})" if len(blocks) > 1 else name)
     return items
 
 
-def _by_block(specs: Sequence[ParameterSpec]) -> dict[str, list[int]]:
+def by_block(names: Iterable[str]) -> dict[str, list[int]]:
     """Map names with `*` as block index to the indices; names without an index map to an empty
     list."""
     groups: dict[str, list[int]] = {}
-    for spec in specs:
-        match = _BLOCK.fullmatch(spec.name)
-        indices = groups.setdefault(f"{match[1]}*{match[3]}" if match else spec.name, [])
+    for name in names:
+        match = _BLOCK.fullmatch(name)
+        indices = groups.setdefault(f"{match[1]}*{match[3]}" if match else name, [])
         if match:
             indices.append(int(match[2]))
     return groups

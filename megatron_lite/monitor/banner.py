@@ -24,7 +24,7 @@ from megatron_lite.kernels.converted_products import computes_in_fp32
 from megatron_lite.kernels.cross_entropy import held_logits
 from megatron_lite.kernels.eight_bit import eight_bit_of
 from megatron_lite.kernels.products import describe_products
-from megatron_lite.model import parameter_patterns
+from megatron_lite.model import adapters, parameter_patterns
 from megatron_lite.model.embedding_and_head import chunk_tokens
 from megatron_lite.model.gpt import active_numel, kind_of, parameters_of
 from megatron_lite.model.layer import Layer
@@ -90,8 +90,10 @@ def _smallest_to_largest(numbers: Sequence[int]) -> str:
 def choice_lines(
     config: Config, kernels: Kernels, layers: Sequence[Layer], device: torch.device
 ) -> Iterator[tuple[str, str]]:
-    """Yield pairs about kernels, decayed parameters and deterministic algorithms."""
+    """Yield pairs about kernels, adapters, decayed parameters and deterministic algorithms."""
     yield kernels.describe(), kernels.describe()
+    if trained := adapters.adapters_of(layers):
+        yield (line := adapters.describe(trained, config.model.num_layers)), line
     if rounded := eight_bit_of(layers):
         line = f"8-bit products ({config.performance.eight_bit}) in {len(rounded)} linear layers"
         if not kernels.eight_bit_units:

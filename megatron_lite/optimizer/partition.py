@@ -29,5 +29,6 @@ def partitioned(
         training,
         state=rule_of(config.optimizer).declared,
         averaged=config.averaging.enabled,
+        base_elsewhere=config.adapters.lora_rank > 0,
         durations=durations,
     )

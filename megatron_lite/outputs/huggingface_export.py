@@ -6,18 +6,25 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.saved_state import training_facts
 from megatron_lite.config import Config
+from megatron_lite.huggingface import adapter_folder
+from megatron_lite.huggingface.adapter_folder import merged_weights
 from megatron_lite.huggingface.export import export_weights, save_huggingface
 from megatron_lite.huggingface.model_card import TrainingSummary
 from megatron_lite.outputs.run import Run
 
 
 def write_export(run: Run, folder: Path, config: Config) -> None:
-    """Write a folder for transformers; all ranks call this together. config: of the run, with the
+    """Write a folder for transformers, or for peft; all ranks call this together. config: of the run, with the
     weights to export.
 
     Raises:
         NumericsError: on every rank, if a weight is not finite in the dtype of the export.
     """
+    if config.adapters.lora_rank:
+        adapter_folder.save(folder, run.model, config, run.distributed, run.experiment.check)
+        if not config.adapters.export_merged:
+            return
+        folder = folder.parent / "merged" / folder.name
     length = config.batch.sequence_length
     trained = TrainingSummary(
         run.iteration,
@@ -27,7 +34,8 @@ def write_export(run: Run, folder: Path, config: Config) -> None:
         run.resumed.origin,
         run.comparison is not None,
     )
-    weights = export_weights(run.model, config, run.distributed)
+    weights_of = merged_weights if config.adapters.lora_rank else export_weights
+    weights = weights_of(run.model, config, run.distributed)
     save_huggingface(
         folder, run.model, config, run.distributed, weights, run.experiment.check, trained
     )

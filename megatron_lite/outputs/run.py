@@ -61,6 +61,7 @@ class Run:
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
     optimizer: Optimizer
     window: LogWindow
+    base: str = ""  # digest of the model whose adapters are trained; see `frozen_base`
     resumed: Resumed  # where this start began
     iteration: int  # completed iterations
     best: BestEvaluation  # so far, for --keep_best

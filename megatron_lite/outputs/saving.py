@@ -74,7 +74,7 @@ def refuse_broken_weights(run: Run) -> None:
     Raises:
         NumericsError: on every rank, naming the first affected rank and tensor.
     """
-    broken = not_finite(run.model)
+    broken = not_finite(run.model, saved_only=True)
     if not run.distributed.agree_max(int(broken is not None)):
         return
     rank, name = next(
@@ -98,6 +98,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         **run.best.state(),
         **run.history.state(),
         **({"origin": run.resumed.origin} if run.resumed.origin else {}),
+        **({"base": run.base} if run.base else {}),
     }
     return Save(
         root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check

@@ -250,7 +250,8 @@ class Planner:
                     config.data.reset_position_ids,
                     config.training.logit_z_loss,
                 ),
-                (optimizer.freeze, optimizer.lr_scales),
+                (optimizer.freeze, optimizer.lr_scales, vars(config.adapters)),
+                config.training.export_model_type,
                 (config.performance.eight_bit, config.performance.quantization_targets),
             )
         )

@@ -252,7 +252,7 @@ def update(draft: Draft) -> Problems:
         yield "initial_loss_scale min_loss_scale", rule, "training_dtype loss_scale"
     elif not dynamic:
         fill(draft, loss_scale=1.0)
-    for name in ("weight_decay_modules", "quantization_targets"):
+    for name in ("weight_decay_modules", "quantization_targets", "lora_targets"):
         for pattern in getattr(draft, name):
             yield from parsing(name, module_expression, name, pattern)
     if not draft.weight_decay_modules:
@@ -263,6 +263,10 @@ def multi_stage(draft: Draft) -> Problems:
     """Check stages, buffers, learning-rate scales and the planned link; derive the ZeRO stage."""
     yield from parsing("interconnect", interconnect, draft.interconnect)
     yield from parsing("freeze lr_scales", lr_scale_patterns, draft.freeze, draft.lr_scales)
+    scales = draft.mlp_lr_scale, *(item.rpartition(":")[2] for item in draft.lr_scales)
+    if draft.lora_rank and any(scale is not None and not float(scale) for scale in scales):
+        rule = "a scale of 0 would freeze adapters; select fewer with --lora_targets"
+        yield "lora_rank lr_scales", rule, "mlp_lr_scale"
     fill(draft, zero_stage=1)
     if not draft.split_master_weights:
         return

@@ -20,13 +20,15 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     return torch.stack(extremes).isfinite().all(dim=1).tolist() if extremes else []
 
 
-def not_finite(model: MultiStage) -> str | None:
+def not_finite(model: MultiStage, saved_only: bool = False) -> str | None:
     """Return the first parameter on this rank with non-finite values, or its state ("exp_avg of
     <name>").
 
     Returns None if all are finite. Reads the device once, and a second time to find the name.
+    saved_only: only of what checkpoints contain; the rest never changes.
     """
-    kinds = [(part, kind) for _, part in model.parts() for kind in part.kinds() if part.numel(kind)]
+    parts = model.saved_parts() if saved_only else model.parts()
+    kinds = [(part, kind) for _, part in parts for kind in part.kinds() if part.numel(kind)]
     finite = are_finite([part.read(kind) for part, kind in kinds])
     for (part, kind), is_finite in zip(kinds, finite, strict=True):
         if not is_finite:

@@ -75,6 +75,7 @@ class FlatShard:
     # no memory: the shard belongs to another pipeline rank
     dtype = torch.float32
     keeps_average = False
+    is_saved = True  # in checkpoints; False: the weights of a frozen model, which are elsewhere
     has_memory = False
     is_whole = False  # state: whether the full range is up to date, as all ranks update all of it
     shows_average = False  # whether `placed` contains the averages instead of the weights

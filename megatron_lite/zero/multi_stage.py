@@ -35,7 +35,8 @@ class MultiStage:
     groups: this rank's `Distributed`, or a plan's substitute.
     training: False (inference) allocates no gradients and no moments.
     averaged: allocate a running average of the trainable weights, which `optimizer.Averaging`
-    updates. state: the optimizer state, as the rule declares it.
+    updates. base_elsewhere: frozen weights are those of a folder: they are kept in the training
+    dtype, and checkpoints omit them. state: the optimizer state, as the rule declares it.
     durations: of a micro-batch's passes through each stage, for the schedule; must match on all
     ranks. Default: equal.
     """
@@ -50,6 +51,7 @@ class MultiStage:
         training: bool = True,
         *,
         averaged: bool = False,
+        base_elsewhere: bool = False,
         state: OptimizerState = ADAM_STATE,
         durations: Sequence[Durations] | None = None,
     ) -> None:
@@ -61,7 +63,7 @@ class MultiStage:
             training=dtype,
             gradients=torch.float32 if config.full_precision_gradients else dtype,
             frozen_weights=torch.float32
-            if config.store_frozen_weights_in_optimization_precision
+            if config.store_frozen_weights_in_optimization_precision and not base_elsewhere
             else dtype,
             split_master=config.split_master_weights and training,
             rounds_half_up=config.split_master_weights and not training,
@@ -77,6 +79,7 @@ class MultiStage:
             is_weight = part.frozen and not part.is_state
             part.dtype = self.precision.frozen_weights if is_weight else torch.float32
             part.keeps_average = averaged and not part.frozen
+            part.is_saved = not (base_elsewhere and part.frozen)
         name = config.pipeline_schedule if self.ranks.world_size > 1 else "breadth_first"
         assert name != "auto", "resolved before"
         every = self.all_stages
@@ -127,10 +130,11 @@ class MultiStage:
                 config.throttle_cpu_rate, config.throttle_cpu_delay, self.group.wait_for
             )
 
-    def initialize(self, seed: int) -> None:
-        """Draw the initial weights."""
-        for stage in self.stages:
-            stage.initialize(seed)
+    def initialize(self, seed: int, frozen: bool = True) -> None:
+        """Draw the initial weights. frozen: also of what is not trained."""
+        for _, part in self.parts():
+            if frozen or not part.frozen:
+                part.initialize(seed)
         self.invalidate()
 
     def observe(self, observer: Observer) -> None:
@@ -281,6 +285,11 @@ class MultiStage:
         """Return (stage index, flat shard) of all stages; other pipeline ranks' shards have layouts
         and kinds, but no memory."""
         return ((stage.index, part) for stage in self.all_stages for part in stage.parts)
+
+    def saved_parts(self, of_all: bool = False) -> Iterator[tuple[int, FlatShard]]:
+        """Return the shards that checkpoints contain: this rank's, or those of all stages."""
+        parts = self.all_parts() if of_all else self.parts()
+        return ((index, part) for index, part in parts if part.is_saved)
 
     def specs(self) -> Iterator[ParameterSpec]:
         return (spec for stage in self.all_stages for spec in stage.specs())

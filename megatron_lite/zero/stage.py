@@ -175,11 +175,6 @@ class Stage:
             parameter.data = part.placed[slot.offset : slot.end].view(slot.spec.local_shape)
             parameter.casts = buffer.casts
 
-    def initialize(self, seed: int) -> None:
-        """Draw the initial weights."""
-        for part in self.parts:
-            part.initialize(seed)
-
     # -- the verbs
     # --------------------------------------------------------------------------------------------------
 

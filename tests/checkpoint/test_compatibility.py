@@ -60,10 +60,12 @@ def test_a_dense_checkpoint_from_before_experts_and_equal_patterns() -> None:
 
 
 def test_every_architecture_option_is_an_option_of_the_model() -> None:
-    """The list names real options; the other options of the model do not change its function."""
-    names = {field.name for field in dataclasses.fields(Config().model)}
+    """The list names real options, of the model or of adapters; others do not change its
+    function."""
+    areas = Config().model, Config().adapters
+    of_model, of_adapters = ({field.name for field in dataclasses.fields(area)} for area in areas)
     architecture = {name for name, kind in KINDS.items() if kind == ARCHITECTURE}
-    assert architecture <= names and {*KINDS} <= flatten(Config()).keys()
+    assert architecture <= of_model | of_adapters and {*KINDS} <= flatten(Config()).keys()
     others = (
         "attention_dropout",
         "embedding_dropout",
@@ -89,7 +91,7 @@ def test_every_architecture_option_is_an_option_of_the_model() -> None:
         "moe_jitter",
         "moe_router_bias_update",
     )
-    assert all(name.startswith(others) for name in names - architecture)
+    assert all(name.startswith(others) for name in of_model - architecture)
 
 
 def test_a_changed_architecture_is_refused_with_all_flags_and_both_values() -> None:

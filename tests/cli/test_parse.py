@@ -161,8 +161,7 @@ def test_none_and_empty_values() -> None:
         elif not flag.is_text and not flag.is_list and "none" not in flag.choices:
             assert problem([f"--{flag.name}=none"]).startswith(f"--{flag.name}=none: ")
         # else weeks from scratch
-        starts_from = ("pretrained_checkpoint_path", "load_checkpoint_path", "mirror")
-        if flag.is_text and flag.name not in starts_from:
+        if flag.is_text and not flag.never_empty:
             assert value([f"--{flag.name}="], flag.name) == flag.default
             assert value([f"--{flag.name}", ""], flag.name) == flag.default
         else:

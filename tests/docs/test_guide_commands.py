@@ -13,7 +13,7 @@ from tests.support import documents
 
 pytestmark = pytest.mark.guides
 
-GUIDES = ("pretrained", "exports", "generation", "models")
+GUIDES = ("pretrained", "adapters", "exports", "generation", "models")
 MODEL = "--num_layers=1 --hidden_size=16 --num_attention_heads=2 --vocab_size=257 --use_rotary_embeddings=1 --gated=1"
 MODEL += " --activation_type=silu --normalization_type=rms_norm --add_linear_biases=0 --tie_word_embeddings=0"
 TRAIN = f"pretrain_gpt.py {MODEL} --data_path=data/mine --sequence_length=64 --batch_size=2 --train_iters=2"
@@ -84,7 +84,10 @@ def run_commands(guide: str, prepared: Path, folder: Path) -> None:
     if guide == "exports":
         shutil.copytree(folder / "runs" / "mine" / "checkpoints", folder / "run" / "checkpoints")
     found = commands(guide)
-    assert len(found) == {"pretrained": 1, "exports": 2, "generation": 8, "models": 3}[guide]
+    assert (
+        len(found)
+        == {"pretrained": 1, "adapters": 2, "exports": 2, "generation": 8, "models": 3}[guide]
+    )
     for command in found:
         command = documents.smaller(command, SMALLER)
         assert "..." not in command

@@ -36,6 +36,12 @@ def test_the_disk_of_a_checkpoint(drawn: Drawn, tmp_path: Path) -> None:
     files_are_as_planned(ranks, {**drawn.options, **batch}, tmp_path, most_manifest=0.02)
 
 
+def test_the_disk_of_adapters(tmp_path: Path) -> None:
+    """Without their model."""
+    options = dict(lora_rank=2, training_dtype="bf16", num_layers=2)
+    files_are_as_planned(2, options, tmp_path, most_manifest=0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "shared"), [(2, 2), (4, 2), (4, 4)])
 def test_the_disk_of_tensor_parallel_ranks(ranks: int, shared: int, tmp_path: Path) -> None:

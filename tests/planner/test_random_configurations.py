@@ -85,3 +85,14 @@ def check(config: Config, ranks: int, in_fp32: bool) -> None:
 def test_the_plan_counts_weights_in_eight_bits(drawn: Drawn, options: dict[str, Any]) -> None:
     """They stay until the next gather, with every weight buffer; rounding takes temporaries."""
     check(drawn.config(**options), drawn.ranks, in_fp32=True)
+
+
+@pytest.mark.parametrize("place", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_plan_counts_what_adapters_need(place: int) -> None:
+    """A frozen model has no gradients and no moments, and in bf16 no fp32 copy."""
+    config = DRAWN[place].config(lora_rank=4)
+    check(config, DRAWN[place].ranks, in_fp32=False)
+    sizes = bytes_by_kind(Planner(DRAWN[place].ranks, "cpu").plan(config).model)
+    trained = sizes["optimizer moments"] // 8
+    assert sizes["gradient buffers"] <= 4 * DRAWN[place].ranks * (trained + 4096 * 8)
+    assert sizes["weight shards"] <= 4 * trained

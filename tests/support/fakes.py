@@ -110,6 +110,9 @@ class FakeModel:
 
     all_parts = parts
 
+    def saved_parts(self, of_all: bool = False) -> Iterator[tuple[int, FakePart]]:
+        return self.parts()
+
     def specs(self) -> Iterator[ParameterSpec]:
         return (slot.spec for _, part in self.parts() for slot in part.layout.slots)
 

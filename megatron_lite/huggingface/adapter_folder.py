@@ -1,0 +1,313 @@
+"""Adapters in the format of peft (https://github.com/huggingface/peft): `adapter_config.json` and
+`adapter_model.safetensors`.
+
+A tensor's key is `base_model.model.<their module>.lora_A.weight` (r, i) or `.lora_B.weight` (o, r),
+in fp32. No tensor states rank, alpha or scaling, and peft ignores missing keys, so a folder is only
+read if all of its keys are used and lora_alpha is there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_lite.checkpoint import files
+from megatron_lite.checkpoint.files import TensorToWrite
+from megatron_lite.checkpoint.names import has_only_our_files, new_nonce, work_path
+from megatron_lite.config import Config, ModelConfig, Options
+from megatron_lite.config.adapters import AdapterConfig
+from megatron_lite.distributed.agreement import together, write_together
+from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import CheckpointError, shorten
+from megatron_lite.huggingface.architectures import check_exportable
+from megatron_lite.huggingface.export import Weights, master_weights
+from megatron_lite.huggingface.model_folder import read_object
+from megatron_lite.huggingface.weight_map import MappedRows, pieces
+from megatron_lite.model.adapters import A, B, LinearMap, adapters_of, is_of_adapter, maps_of
+from megatron_lite.model.gpt import build_gpt, linear_layers
+from megatron_lite.model.parameter_patterns import by_block
+from megatron_lite.zero.multi_stage import MultiStage
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+FLAG = "--pretrained_adapter"
+# Keys of adapter_config.json that must be absent or empty: with them the adapter is another
+# function.
+UNSUPPORTED = (
+    "modules_to_save rank_pattern alpha_pattern use_dora use_qalora target_parameters lora_bias "
+    "trainable_token_indices layer_replication alora_invocation_tokens use_bdlora arrow_config"
+)
+
+
+class AdaptedModule(NamedTuple):
+    """A linear map and the module of theirs that computes it."""
+
+    map: LinearMap
+    module: str  # model.layers.0.self_attn.q_proj
+    rows: tuple[MappedRows, ...]  # of the weight, and so of B
+
+    def keys(self) -> tuple[str, str]:
+        """Return the names of A and B."""
+        a, b = (f"base_model.model.{self.module}.lora_{letter}.weight" for letter in "AB")
+        return a, b
+
+    def pairs(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the same rows of B in our tensor, which begins with the map's, and in theirs."""
+        for piece in self.rows:
+            start = piece.first_row - self.map.first
+            rows = ours[start : start + piece.rows]
+            yield rows, piece.place(theirs, rows)
+
+
+def modules_of(
+    maps: Sequence[LinearMap],
+    shapes: Mapping[str, tuple[int, ...]],
+    architecture: str,
+    model: ModelConfig,
+) -> list[AdaptedModule]:
+    """Return the modules of theirs for linear maps. shapes: of our parameters by name."""
+    found = []
+    for each in maps:
+        name, end = f"{each.weight}.weight", each.first + each.rows
+        rows = tuple(
+            piece._replace(transposed=False)
+            for piece in pieces(name, shapes[name], architecture, model)
+            if each.first <= piece.first_row < end
+        )
+        (theirs,) = {piece.name for piece in rows}
+        found.append(AdaptedModule(each, theirs.removesuffix(".weight"), rows))
+    return found
+
+
+def _of_model(model: MultiStage, config: Config) -> list[AdaptedModule]:
+    layers = [layer for stage in model.all_stages for layer in stage.layers]
+    maps = [each for adapter in adapters_of(layers) for each in adapter.maps]
+    shapes = {spec.name: spec.shape for spec in model.specs()}
+    architecture = check_exportable(config.model, config.training.export_model_type)
+    return modules_of(maps, shapes, architecture, config.model)
+
+
+# -- export
+# ----------------------------------------------------------------------------------------------
+
+
+def save(
+    directory: Path,
+    model: MultiStage,
+    config: Config,
+    distributed: Distributed,
+    check: Callable[[], None],
+) -> None:
+    """Write a folder for peft, replacing an older one of the same name. Collective.
+
+    check: see `writing.Save`.
+
+    Raises:
+        StorageError: on every rank, if the folder cannot be written.
+    """
+    averaged = config.training.export_weights == "average"
+    values = {
+        name: tensor.clone()
+        for name, tensor in master_weights(model, distributed, averaged, trained_only=True)
+    }
+    temporary = work_path(directory, "tmp", distributed.broadcast_object(new_nonce()))
+
+    def write() -> None:
+        if distributed.rank != 0:
+            return
+        check()
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        files.recover(directory.parent)
+        temporary.mkdir()
+        modules = _of_model(model, config)
+        tensors = dict(_theirs(modules, values, config.adapters))
+        listed = [
+            TensorToWrite(key, torch.float32, tuple(value.shape), partial(tensors.__getitem__, key))
+            for key, value in sorted(tensors.items())
+        ]
+        files.write_tensors(
+            temporary / WEIGHTS_NAME, listed, {"format": "pt"}, lambda num_bytes: None
+        )
+        text = json.dumps(_config_of(modules, config), indent=2)
+        files.write_text(temporary / CONFIG_NAME, f"{text}\n")
+        check()
+        files.publish(temporary, directory, has_only_our_files)
+
+    try:
+        write_together(distributed, f"the export {directory}", directory.parent, write)
+    except BaseException:
+        if distributed.rank == 0:
+            files.remove_folder(temporary)
+        raise
+
+
+def _theirs(
+    modules: Sequence[AdaptedModule], values: Mapping[str, Tensor], options: AdapterConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield their tensors by key, given ours by name."""
+    for each, a, b in _parts(modules, values, options.lora_rank):
+        of_b = torch.empty_like(b)
+        for ours, theirs in each.pairs(b, of_b):
+            theirs.copy_(ours)
+        yield from zip(each.keys(), (a, of_b), strict=True)
+
+
+def _parts(
+    modules: Sequence[AdaptedModule], values: Mapping[str, Tensor], rank: int
+) -> Iterator[tuple[AdaptedModule, Tensor, Tensor]]:
+    """Yield each map's rows of our A and B as views."""
+    done: dict[str, tuple[int, int]] = {}  # rows of A and B, by weight
+    for each in modules:
+        weight, rows = each.map.weight, each.map.rows
+        of_a, of_b = done.get(weight, (0, 0))
+        done[weight] = of_a + rank, of_b + rows
+        a, b = values[weight + A], values[weight + B]
+        yield each, a[of_a : of_a + rank], b[of_b : of_b + rows]
+
+
+def _config_of(modules: Sequence[AdaptedModule], config: Config) -> dict[str, object]:
+    options = config.adapters
+    architecture = check_exportable(config.model, config.training.export_model_type)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.source.pretrained_checkpoint_path,
+        "r": options.lora_rank,
+        "lora_alpha": options.lora_alpha or options.lora_rank,
+        "use_rslora": options.lora_scaling == "sqrt_rank",
+        "lora_dropout": options.lora_dropout,
+        "target_modules": [each.module for each in modules],
+        "fan_in_fan_out": architecture == "gpt2",
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def merged_weights(model: MultiStage, config: Config, distributed: Distributed) -> Weights:
+    """Yield (name, full fp32 weight plus its adapters' product) like `export.master_weights`, to be
+    rounded once."""
+    averaged = config.training.export_weights == "average"
+    modules = _of_model(model, config)
+    held: dict[str, Tensor] = {}  # of the adapters of one stage, which come before its weights
+    for name, values in master_weights(model, distributed, averaged):
+        if is_of_adapter(name):
+            held[name] = values.clone()
+            continue
+        if distributed.rank == 0:
+            own = [each for each in modules if f"{each.map.weight}.weight" == name]
+            for each, a, b in _parts(own, held, config.adapters.lora_rank):
+                rows = values[each.map.first : each.map.first + each.map.rows]
+                rows += (b @ a) * config.adapters.lora_factor
+        yield name, values
+
+
+# -- import
+# ----------------------------------------------------------------------------------------------
+
+
+def load(config: Config, model: MultiStage, distributed: Distributed) -> None:
+    """Fill the adapters from the folder of --pretrained_adapter. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if a key is missing, left over or of another shape.
+    """
+    assert config.adapters.pretrained_adapter is not None
+    folder, values = Path(config.adapters.pretrained_adapter), dict[str, Tensor]()
+
+    def read() -> None:
+        modules = _of_model(model, config)
+        specs = {spec.name: spec for spec in model.specs()}
+        values.update(
+            (name, torch.empty(spec.shape)) for name, spec in specs.items() if is_of_adapter(name)
+        )
+        with _opened(folder) as opened:
+            found, wanted = set(opened.keys()), {key for each in modules for key in each.keys()}
+            problems = [f"no {key}" for key in sorted(wanted - found)]
+            problems += [f"{key} is not used" for key in sorted(found - wanted)]
+            for each, a, b in (
+                [] if problems else _parts(modules, values, config.adapters.lora_rank)
+            ):
+                theirs = [opened.get_tensor(key).float() for key in each.keys()]
+                if [one.shape for one in theirs] != [a.shape, b.shape]:
+                    problems.append(
+                        f"{each.module} has {list(theirs[0].shape)}, not {list(a.shape)}"
+                    )
+                    continue
+                a.copy_(theirs[0])
+                for ours, rows in each.pairs(b, theirs[1]):
+                    ours.copy_(rows)
+        if problems:
+            raise CheckpointError(
+                f"{FLAG}={folder}: {shorten(problems)}; leave --lora_targets and --lora_rank out, or give another folder"
+            )
+
+    together(distributed, read)
+    for _, part in model.parts():
+        if not part.frozen:
+            shard = part.read("weights")
+            for spec, tile in part.layout.tiles(distributed.data.rank):
+                own = shard[tile.offset : tile.end].view(tile.rows, tile.width)
+                own.copy_(tile.view(values[spec.name].view(-1)))
+            part.write("weights", shard)
+    model.invalidate()
+    files.logger.info("loaded the adapters of %s", folder)
+
+
+def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Options:
+    """Return the options that a folder states: rank, alpha, scaling and targets. model: resolved.
+
+    Raises:
+        CheckpointError: if peft would compute something else with it.
+    """
+    stated = read_object(folder, CONFIG_NAME)
+    lacking = [key for key in ("r", "lora_alpha") if key not in stated]
+    if stated.get("peft_type") != "LORA" or lacking:
+        raise CheckpointError(
+            f"{FLAG}={folder}: {CONFIG_NAME} is not of LoRA, or lacks {' and '.join(lacking) or 'its type'}"
+        )
+    wrong = [key for key in UNSUPPORTED.split() if stated.get(key)]
+    if stated.get("bias", "none") != "none":
+        wrong.append("bias")
+    if wrong:
+        raise CheckpointError(
+            f"{FLAG}={folder}: {CONFIG_NAME} has {wrong[0]}={stated[wrong[0]]!r}, which is not supported"
+        )
+    weights = [layer.weight.spec for layer in linear_layers(build_gpt(model, 1))]
+    maps = [each for spec in weights for each in maps_of(spec, model_type)]
+    maps = [each for each in maps if ".mlp.experts." not in each.name]
+    architecture = check_exportable(model, model_type)
+    modules = modules_of(maps, {spec.name: spec.shape for spec in weights}, architecture, model)
+    with _opened(folder) as opened:
+        found = set(opened.keys())
+    names = [each.map.name for each in modules if found & set(each.keys())]
+    groups = by_block(names)
+    targets = [
+        name
+        for group, blocks in groups.items()
+        for name in (
+            [group]
+            if len(blocks) == model.num_layers
+            else [group.replace("*", str(block), 1) for block in blocks]
+        )
+    ]
+    return {
+        "lora_rank": stated["r"],
+        "lora_alpha": float(stated["lora_alpha"]),
+        "lora_scaling": "sqrt_rank" if stated.get("use_rslora") else "rank",
+        "lora_targets": () if len(names) == len(maps) else tuple(targets),
+    }
+
+
+def _opened(folder: Path) -> safe_open:
+    try:
+        return safe_open(str(folder / WEIGHTS_NAME), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{FLAG}={folder}: {WEIGHTS_NAME} cannot be read ({error}); download the folder again"
+        ) from None

@@ -1,0 +1,162 @@
+"""Adapters beside peft: gradients, folders in both directions, merged models.
+
+Each run starts from adapters that peft wrote, with random A and B, so that neither gradient is zero.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_lite.errors import CheckpointError
+from tests.huggingface.test_families import batches, config_of, flags, train
+from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
+from tests.support.harness import run_distributed
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+NAMES = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
+DENSE = [name for name in NAMES if "num_experts_per_tok" not in FAMILIES[name]]
+FEW = ("llama", "gpt2", "phi3", "gpt_neox")
+RATE = 0.5
+
+
+def linear_names(model: Any) -> list[str]:
+    """All linear layers of the blocks."""
+    kinds = (torch.nn.Linear, __import__("transformers").pytorch_utils.Conv1D)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and not name.endswith(("lm_head", "embed_out"))
+    ]
+
+
+def adapted(folder: Path, seed: int = 5, **options: Any) -> Any:
+    """The folder's model with random adapters."""
+    model = load_model(folder)
+    options = {"target_modules": linear_names(model), "r": 3, "lora_alpha": 5} | options
+    found = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1, generator=generator)
+    return found
+
+
+def run(folder: Path, adapter: Path, experiment: Path, *more: str, ranks: int = 1) -> Path:
+    """Train one iteration of SGD; return the folder of exports."""
+    sgd = (
+        "--optimizer=sgd",
+        "--sgd_momentum=0",
+        "--clip_grad=0",
+        f"--lr={RATE}",
+        "--weight_decay=0",
+    )
+    once = ("--train_iters=1", "--export_interval=1", "--export_merged=1")
+    more = (f"--pretrained_adapter={adapter}", *sgd, *once, *more)
+    run_distributed(ranks, train, flags(folder, experiment, *more))
+    return experiment / "export"
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n.partition(",")[0] in FEW else [pytest.mark.slow])
+        for n in DENSE
+    ],
+)
+def test_gradients_and_folders_equal_peft(name: str, tmp_path: Path) -> None:
+    folder = write_folder(name, tmp_path / "model")
+    oracle = adapted(folder, use_rslora=name != DENSE[0]).train()
+    oracle.save_pretrained(tmp_path / "adapter")
+    export = run(folder, tmp_path / "adapter", tmp_path / "run")
+    (tokens,) = list(batches(flags(folder, tmp_path / "run", "--train_iters=1")))[:1]
+    logits = oracle(input_ids=tokens[:, :-1], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    before, after = weights(tmp_path / "adapter"), weights(export / "1")
+    assert before.keys() == after.keys()
+    for key, parameter in oracle.named_parameters():
+        if parameter.requires_grad:
+            key = key.replace(".default", "")
+            gradient = (before[key] - after[key]) / RATE
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6, msg=key)
+    ours = peft.PeftModel.from_pretrained(load_model(folder), export / "1").eval()
+    merged = load_model(export / "merged" / "1")
+    exported = {key: value.clone() for key, value in merged.state_dict().items()}
+    found, expected = (logits_of(each, random_tokens()) for each in (merged, ours))
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+    for key, value in ours.merge_and_unload().state_dict().items():
+        assert torch.equal(value, exported[key]), key
+    stated = json.loads((export / "1" / "adapter_config.json").read_text())
+    assert set(stated["target_modules"]) == set(linear_names(load_model(folder)))
+
+
+def test_a_merge_rounds_once(tmp_path: Path) -> None:
+    """bf16(fp32(W) + c B A), with fp32 adapters of a bf16 model: peft's bits."""
+    folder = write_folder("llama", tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    export = run(folder, tmp_path / "adapter", tmp_path / "run", "--training_dtype=bf16")
+    oracle = peft.PeftModel.from_pretrained(load_model(folder).bfloat16(), export / "1")
+    found = load_file(export / "merged" / "1" / "model.safetensors")
+    for key, value in oracle.merge_and_unload().state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, found[key]), key
+    assert all(value.dtype == torch.float32 for value in weights(export / "1").values())
+
+
+def changed_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    values = json.loads(path.read_text()) | changes
+    kept = {key: value for key, value in values.items() if value != "absent"}
+    path.write_text(json.dumps(kept))
+
+
+def changed_weights(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of q_proj in the first block, by their last names; None: remove."""
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    new = {f"{prefix}.{key.replace('__', '.')}": value for key, value in changes.items()}
+    found = {key: value for key, value in (weights(folder) | new).items() if value is not None}
+    save_file(found, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "flags_", "problem"),
+    [
+        (partial(changed_config, lora_alpha="absent"), "", "lacks lora_alpha"),
+        (partial(changed_config, peft_type="IA3"), "", "is not of LoRA"),
+        (partial(changed_config, rank_pattern={"q_proj": 2}), "", "rank_pattern={'q_proj': 2}"),
+        (partial(changed_config, use_dora=True), "", "use_dora=True"),
+        (partial(changed_config, bias="all"), "", "bias='all'"),
+        (partial(changed_weights, lora_B__weight=None), "", "no base_model.*q_proj.lora_B.weight"),
+        (partial(changed_weights, lora_magnitude=torch.ones(2)), "", "lora_magnitude is not used"),
+        (partial(changed_weights, lora_A__weight=torch.ones(2, 30)), "", "q_proj has"),
+        (lambda folder: None, "--lora_alpha=7", "lora_alpha: 5 in the checkpoint, 7 now"),
+        (lambda folder: None, "--lora_targets=query", "down_proj.lora_A.weight is not used"),
+    ],
+)
+def test_folders_that_are_refused(change: Any, flags_: str, problem: str, tmp_path: Path) -> None:
+    folder = write_folder("llama", tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    change(tmp_path / "adapter")
+    with pytest.raises((RuntimeError, CheckpointError), match=problem):
+        run(folder, tmp_path / "adapter", tmp_path / "run", *flags_.split())
+
+
+def test_targets_and_scaling_come_from_the_folder(tmp_path: Path) -> None:
+    """Maps of all blocks share a pattern."""
+    folder = write_folder("llama", tmp_path / "model")
+    chosen = [f"model.layers.{i}.self_attn.{x}_proj" for i, x in ((0, "q"), (1, "q"), (1, "v"))]
+    adapted(folder, target_modules=chosen, r=2).save_pretrained(tmp_path / "adapter")
+    words = [f"--pretrained_adapter={tmp_path / 'adapter'}", *flags(folder, tmp_path / "x")]
+    options = config_of(words, 1).adapters
+    assert options.lora_targets == ("blocks.*.attention.query", "blocks.1.attention.value")
+    assert (options.lora_rank, options.lora_alpha, options.lora_scaling) == (2, 5.0, "rank")
