@@ -189,6 +189,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--freeze=blocks.0,blocks.1",
             "--freeze=blocks.0.mlp,blocks.1.attention",
         ),
+        "adapters": (
+            "",
+            "--lora_rank=2",
+            "--lora_rank=3 --lora_targets=query,value,down --lora_scaling=sqrt_rank",
+            "--lora_rank=4 --lora_alpha=8 --lora_targets=blocks.1,key,attention.output",
+            "--lora_rank=1 --lora_targets=up,query_key_value",
+        ),
         "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
         "average": (
             "",

@@ -15,7 +15,7 @@ from megatron_lite.validation import examine
 from scripts.proof.cases import LAYOUT, SIZES, Case, Layout
 from scripts.proof.ranks import MASK
 
-AREAS = ("model", "optimizer", "averaging", "performance", "multi_stage")
+AREAS = ("model", "adapters", "optimizer", "averaging", "performance", "multi_stage")
 OTHERS = (
     "training_dtype",
     "loss_reduction",

@@ -39,6 +39,7 @@ from scripts.benchmarks.programs.contestants import (
     COMPARED_WITH,
     OURS,
     PROGRAMS,
+    WITH_ADAPTERS,
     Setting,
     write_inputs,
 )
@@ -54,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line and fill in the sizes of the model."""
     parser = measuring_parser(__doc__, in_quiet=True, ranks=1, turns=6, steps_per_turn=20)
     add = parser.add_argument
-    add_sizes(parser, ["gpt2-11m", "llama-39m"])
+    add_sizes(parser, ["gpt2-11m", "llama-39m", "gpt2-124m"])
     add(
         "--dtype",
         choices=("fp32", "bf16"),
@@ -71,6 +72,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=tuple(processor.ISAS),
         default="all",
         help="instruction sets of the libraries: all, or none after AVX2",
+    )
+    add(
+        "--lora_rank",
+        type=int,
+        default=0,
+        help="train adapters of all linear layers instead, ours and Trainer's with peft",
     )
     add("--nanogpt", type=Path, help="a checkout of nanoGPT")
     add("--picotron", type=Path, help="a checkout of picotron")
@@ -93,7 +100,8 @@ def commands_of(
 ) -> tuple[dict[str, Command], dict[str, str]]:
     """Return the programs to run, and the reasons for those that cannot run here."""
     setting = Setting(options, folder)
-    made = {name: PROGRAMS[name](setting) for name in options.only}
+    names = [name for name in options.only if not options.lora_rank or name in WITH_ADAPTERS]
+    made = {name: PROGRAMS[name](setting) for name in names}
     commands = {name: one for name, one in made.items() if isinstance(one, Command)}
     return commands, {name: one for name, one in made.items() if isinstance(one, str)}
 
@@ -139,6 +147,8 @@ def show(result: Result, options: argparse.Namespace) -> None:
     threads = options.threads or "as each program chooses"
     about = f"{options.model}, ranks: {options.ranks}, threads: {threads}, "
     about += f"{options.micro_batch_size} x {options.sequence_length} tokens per rank and step, {options.dtype}. "
+    if options.lora_rank:
+        about += f"Adapters of rank {options.lora_rank} in all linear layers. "
     publish(result, options.output, about, table(rows, columns))
 
 

@@ -85,6 +85,7 @@ class Setting:
             "lr": LEARNING_RATE,
             "sequence_length": options.sequence_length,
             "dtype": options.dtype,
+            "lora_rank": options.lora_rank,
         }
         name = "_".join([library, *(key for key, value in more.items() if value)])
         path = self.folder / name / "options.json"
@@ -139,6 +140,7 @@ def ours(setting: Setting, zero_stage: int = 1, exact_gelu: bool = False) -> Com
         "log_interval": 1,
         "device": "cpu",
         "training_dtype": options.dtype,
+        "lora_rank": options.lora_rank,
         "experiment_dir": setting.folder
         / f"ours_{zero_stage}{'_exact_gelu' if exact_gelu else ''}",
     }
@@ -262,7 +264,8 @@ def picotron(setting: Setting) -> Command | str | None:
 
 def trainer(setting: Setting, compiled: bool = False) -> Command | str:
     """Return Hugging Face's Trainer."""
-    if missing := setting.require("transformers", "accelerate"):
+    peft = ("peft",) if setting.options.lora_rank else ()
+    if missing := setting.require("transformers", "accelerate", *peft):
         return missing
     words = setting.train_with("trainer", setting.hugging_face_config(), compiled=compiled)
     return Command(words, setting.folder, r"'loss': '?([\d.]+|nan|inf)")
@@ -315,6 +318,7 @@ PROGRAMS: dict[str, Maker] = {
     "picotron": picotron,
 }
 
+WITH_ADAPTERS = (OURS, "HF Trainer")
 
 # -- inputs
 # ------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,12 @@ def trainer(options: SimpleNamespace, folder: str) -> None:
         bf16=options.dtype == "bf16",
     )
     model = AutoModelForCausalLM.from_config(config)
+    if options.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        rank = options.lora_rank
+        adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+        model = get_peft_model(model, adapters)
     Trainer(model, arguments, train_dataset=Samples(options.data, options.sequence_length)).train()
 
 
