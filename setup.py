@@ -63,6 +63,7 @@ setup(
             "huggingface_hub",
         ],
         "tensorboard": ["tensorboard"],
+        "gguf": ["gguf>=0.19"],
         "flash4": ["flash-attn-4>=4.0.0b36"],  # has only pre-releases so far
         "docs": ["mkdocs-material"],
         "test": [
@@ -81,6 +82,7 @@ setup(
             "fastokens>=0.3.5,<0.4",
             "isal>=1.7",
             "aiobotocore>=3.10",
+            "gguf>=0.19",
         ],
         "dev": ["ruff", "mypy"],
     },

@@ -23,7 +23,7 @@ RANK_FILE = re.compile(r"rank_[0-9]{3,7}\.safetensors")
 OUR_FILE = re.compile(
     r"rank_[0-9]{3,7}\.safetensors|manifest\.json"
     r"|model(-[0-9]{5}(-of-[0-9]{5})?)?\.safetensors|model\.safetensors\.index\.json"
-    r"|(config|generation_config)\.json|README\.md|adapter_config\.json|adapter_model\.safetensors"
+    r"|(config|generation_config)\.json|README\.md|adapter_config\.json|adapter_model\.safetensors|model\.gguf"
     # Tokenizer files, which data/tokenizing.py copies.
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(vocab|merges)\.txt|chat_template\.jinja|tokenizer\.model"

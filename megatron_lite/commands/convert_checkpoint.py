@@ -7,7 +7,8 @@
 --to is written under a temporary name and renamed when complete. --exist_ok replaces an existing
 folder that holds only files of a checkpoint or an export. A Hugging Face folder becomes a
 checkpoint of iteration 0 with fp32 weights and no optimizer state; use it with
---pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. A checkpoint converted
+--pretrained_checkpoint_path, or resume it as <experiment_dir>/checkpoints/0. --format=gguf writes
+model.gguf for llama.cpp, and refuses what llama.cpp would compute otherwise. A checkpoint converted
 to a checkpoint keeps everything (with --weights=average: only the iteration and the averages).
 --verify compares the logits of random tokens from both folders, one layer in memory at a time,
 before --to appears.
@@ -38,7 +39,7 @@ def parse(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     source = "Hugging Face folder, checkpoint, folder of checkpoints, or experiment directory"
     add("--from", dest="source", type=folder, required=True, help=source)
     add("--to", type=folder, required=True, help="folder to write")
-    add("--format", choices=KINDS, required=True, help="what to write")
+    add("--format", choices=(*KINDS, "gguf"), required=True, help="what to write")
     add("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")
     add(
         "--export_model_type",

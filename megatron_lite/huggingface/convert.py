@@ -35,6 +35,7 @@ from megatron_lite.config.structured_values import size_bytes
 from megatron_lite.data.tokenizing import has_tokenizer
 from megatron_lite.errors import CheckpointError, NumericsError, UsageError
 from megatron_lite.huggingface.export_folder import ExportFolder, split
+from megatron_lite.huggingface.gguf_file import FILE_NAME, GgufFile
 from megatron_lite.huggingface.load_pretrained import open_source
 from megatron_lite.huggingface.weight_source import (
     CheckpointSource,
@@ -125,20 +126,31 @@ def convert(options: argparse.Namespace) -> str:
     ):
         if getattr(options, name) is not None and options.format == "distributed":
             raise UsageError(f"--{name}: a checkpoint stores no {what}; leave it out")
+    for name, usual in (("verify", False), ("shard_size", "5GB")):
+        if getattr(options, name) != usual and options.format == "gguf":
+            raise UsageError(
+                f"--{name}: not for a gguf file, which is one file and read by llama.cpp alone; leave it out"
+            )
     state = options.format == "distributed" and options.weights == "raw"
     with open_source(options.source, weights=options.weights, whole=True, state=state) as source:
         check_target(options, source)
         shapes = shapes_of(build_gpt(source.model, 1))
         source.check(shapes)
-        source.verify()
         averages = " (its averages)" if options.weights == "average" else ""
-        print(f"from {source.folder}: {source.description}{averages}", flush=True)
         config = described_config(source, options.dtype, options.export_model_type)
+        tokenizer_file = None if options.format == "distributed" else tokenizer_of(options, source)
+        gguf = GgufFile(config, tokenizer_file) if options.format == "gguf" else None
+        source.verify()
+        print(f"from {source.folder}: {source.description}{averages}", flush=True)
         options.to.parent.mkdir(parents=True, exist_ok=True)
         files.recover(options.to.parent, options.to.name)
         temporary = work_path(options.to, "tmp", new_nonce())
         try:
-            said = write(options, temporary, source, shapes, config, limit_bytes)
+            if gguf is not None:
+                size = gguf.write(temporary, source, shapes)
+                said = f"{options.to / FILE_NAME}: for llama.cpp, {config.training.export_dtype}, {size:,} bytes of weights"
+            else:
+                said = write(options, temporary, source, shapes, config, limit_bytes)
             files.publish(temporary, options.to, has_only_our_files)
         except BaseException:
             files.remove_folder(temporary)
