@@ -33,7 +33,14 @@ from megatron_lite.cli.unknown_flags import answer_to_unknown
 from megatron_lite.commands.compare_runs import median_speed
 from megatron_lite.commands.plot_run import write_picture
 from megatron_lite.config.values import SPELLINGS, counted, digest, is_legal, shown, written
-from megatron_lite.errors import EXIT_DONE, EXIT_PREEMPTED, RunError, StorageError, UsageError
+from megatron_lite.errors import (
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    RunError,
+    StorageError,
+    UsageError,
+    check_addresses,
+)
 from megatron_lite.reports.picture import PALETTE, draw, read_losses
 from megatron_lite.reports.report import MOST_RUNS, REPORT_FILE, write_report
 from megatron_lite.reports.watched_run import watched
@@ -249,6 +256,10 @@ def main(arguments: Sequence[str], program: str | None = None) -> int:
     parser.add_argument(
         "--ranks", type=COUNT, help="ranks of each run (default: its share of the GPUs, or 1)"
     )
+    try:
+        check_addresses(arguments)
+    except UsageError as error:
+        parser.error(str(error))
     place = [*arguments, "--"].index("--")
     own, before = list[str](), list[str]()
     for word in arguments[:place]:
