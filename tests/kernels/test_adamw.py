@@ -85,7 +85,7 @@ def make_shard(form: str, gradient_dtype: torch.dtype, numel: int = NUMEL) -> Sh
 
 def forms_of(shard: Shard) -> list[Tensor]:
     """Return the weights in every form that is kept."""
-    return [tensor for tensor in vars(shard.weights).values() if tensor is not None]
+    return [one for one in vars(shard.weights).values() if isinstance(one, Tensor)]
 
 
 def master_of(shard: Shard) -> Tensor:

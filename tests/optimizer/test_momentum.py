@@ -99,8 +99,9 @@ RULES = {
 }
 
 
-def bits(*tensors: Tensor | None) -> list[bytes]:
-    return [tensor.view(torch.int16).numpy().tobytes() for tensor in tensors if tensor is not None]
+def bits(*tensors: object) -> list[bytes]:
+    found = [one for one in tensors if isinstance(one, Tensor)]
+    return [tensor.view(torch.int16).numpy().tobytes() for tensor in found]
 
 
 CASES = [*itertools.product(RULES, FORMS, GRADIENTS[:2]), ("sgd", FORMS[2], GRADIENTS[2])]
