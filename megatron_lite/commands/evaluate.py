@@ -3,6 +3,7 @@
     megatron_lite evaluate --model experiments/mine/export/1000 --data_path data/mine --split 969,30,1
     megatron_lite evaluate --model experiments/mine --text held_out.txt more.jsonl --json
     megatron_lite evaluate --model models/base experiments/mine --text held_out
+    megatron_lite evaluate --model experiments/mine --tasks hellaswag
 
 A model is an export, any Hugging Face folder, a checkpoint, or the folder of a run (the newest good
 one is used). Several are measured one after the other, all in samples of one length: a longer
@@ -15,6 +16,8 @@ training, the loss mask and the tokenizer are by default those that the summarie
 and `none` leaves them out. The loss equals the one that training logs for the same weights, split
 and sequence length. With --seed it is that of a run whose metrics do not say `"evaluation_order":
 "data"`, as an earlier version began it.
+--tasks hands exports and other Hugging Face folders to EleutherAI's lm-eval, which loads them with
+transformers, and prints its table.
 --text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same
 way, and predicts every token except the first exactly once.
 
@@ -50,6 +53,10 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
     data.add_argument(
         "--text", nargs="+", help="files or folders to read whole: text, .jsonl, .parquet, .arrow"
     )
+    data.add_argument(
+        "--tasks", nargs="+", help="tasks of lm-eval (pip install lm_eval accelerate)"
+    )
+    add("--include_path", help="folder with tasks of your own for --tasks")
     add("--json_key", help='key of the text in .jsonl lines (default: "text")')
     add(
         "--split",
@@ -93,17 +100,27 @@ def parse_options(arguments: Sequence[str], program: str | None) -> argparse.Nam
             parser.error(
                 f"argument --text: {name} is a pair of token files; write --data_path={prefix}"
             )
-    for name in ("json_key",) if options.data_path else ("split", "samples", "seed", "loss_mask"):
+    data_names = ("split", "samples", "seed", "loss_mask")
+    idle = {
+        "data_path": ("json_key", "include_path"),
+        "text": (*data_names, "include_path"),
+        "tasks": (*data_names, "json_key", "sequence_length", "tokenizer_file"),
+    }
+    given = next(name for name in idle if getattr(options, name))
+    for name in idle[given]:
         if getattr(options, name) is not None:
-            parser.error(
-                f"argument --{name}: has no effect with {'--data_path' if options.data_path else '--text'}"
-            )
+            parser.error(f"argument --{name}: has no effect with --{given}")
     return options
 
 
 def main(arguments: Sequence[str], program: str | None = None) -> int:
     """Evaluate and print; return the exit code."""
     options = parse_options(arguments, program)
-    from megatron_lite.generation.evaluation import print_losses  # and torch, which takes seconds
+    # These import torch, which takes seconds.
+    if options.tasks:
+        from megatron_lite.generation.tasks import print_tasks
+
+        return print_tasks(options)
+    from megatron_lite.generation.evaluation import print_losses
 
     return print_losses(options)

@@ -1,0 +1,71 @@
+"""Tasks of EleutherAI's lm-eval, for the command `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
+from megatron_lite.generation.model import choose_device
+from megatron_lite.huggingface.model_folder import source_folders
+from megatron_lite.run.exit_status import print_failure, print_page
+
+
+def print_tasks(options: argparse.Namespace) -> int:
+    """Let lm-eval measure each model; print its tables, or with --json its results. Return the exit
+    code."""
+    try:
+        _print(options)
+    except Exception as error:
+        return print_failure(error, "write a smaller --micro_batch_size, or --dtype=bf16")
+    return EXIT_DONE
+
+
+def _print(options: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Raises:
+        UsageError: without the package, or for a task that it does not know.
+        CheckpointError: for a folder without a model in Hugging Face's format.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as error:
+        raise UsageError(
+            f"--tasks needs lm-eval ({error}); pip install lm_eval accelerate"
+        ) from None
+    manager = TaskManager(include_path=options.include_path)
+    if unknown := [name for name in options.tasks if not manager.match_tasks([name])]:
+        raise UsageError(
+            f"--tasks={' '.join(unknown)}: lm-eval has no such task; write one of `lm_eval ls tasks`, or name the folder of "
+            "your own with --include_path"
+        )
+    for model in options.model:
+        arguments = {"pretrained": str(_folder(model))}
+        if options.dtype:
+            arguments["dtype"] = options.dtype
+        found = simple_evaluate(
+            model="hf",
+            model_args=arguments,
+            tasks=list(options.tasks),
+            task_manager=manager,
+            batch_size=options.micro_batch_size,
+            device=choose_device(options.device).type,
+        )
+        if options.json:
+            print_page(json.dumps({"model": str(model), "tasks": found["results"]}, default=str))
+        else:
+            print_page(f"{model}\n{make_table(found)}")
+
+
+def _folder(model: Path) -> Path:
+    """Return the newest Hugging Face folder of a model."""
+    for kind, folder in source_folders(model):
+        if kind == "huggingface":
+            return folder
+    raise CheckpointError(
+        f"--tasks: {model} has no model in Hugging Face's format; export one (--export_interval, or convert_checkpoint)"
+    )
