@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
 
 from megatron_lite.config.values import SPELLINGS
 from megatron_lite.errors import UsageError
@@ -47,8 +49,11 @@ def webhook_address() -> str:
     Raises: UsageError without one. The message never shows it.
     """
     address = os.environ.get(WEBHOOK_VARIABLE, "").strip()
-    if not re.match(r"https?://[^/]", address):
-        raise UsageError(
-            f"--trackers=webhook: {WEBHOOK_VARIABLE} is not an https address; export it, as no flag takes a secret"
-        )
-    return address
+    with contextlib.suppress(ValueError):  # errors of urllib about such an address quote it
+        parts = urlsplit(address)
+        has_place = parts.hostname and parts.username is None and parts.port != 0
+        if has_place and re.fullmatch(r"https?://[!-~]+", address):
+            return address
+    raise UsageError(
+        f"--trackers=webhook: {WEBHOOK_VARIABLE} is not an https address; export it, as no flag takes a secret"
+    )

@@ -95,7 +95,21 @@ def test_a_message_that_fails_stops_nothing_and_stays_secret(
     assert "secret-path" not in said.out + said.err and len(chat[0]) == 3
 
 
-@pytest.mark.parametrize("address", ["", "hooks.example", "file:///etc/passwd", "https:///x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "hooks.example",
+        "file:///etc/passwd",
+        "https:///x",
+        # urllib quotes a part of these in its errors
+        "https://hooks.example/a secret",
+        "https://hooks.example:secret/x",
+        "https://me:secret@hooks.example/x",
+        "https://[secret]/x",
+        "https://hooks.example/\u00e9",
+    ],
+)
 def test_a_webhook_needs_an_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WEBHOOK_VARIABLE, address)
     with pytest.raises(UsageError, match=f"{WEBHOOK_VARIABLE} is not an https address") as caught:
