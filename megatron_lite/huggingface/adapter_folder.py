@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +42,11 @@ FLAG = "--pretrained_adapter"
 # function.
 UNSUPPORTED = (
     "modules_to_save rank_pattern alpha_pattern use_dora use_qalora target_parameters lora_bias "
-    "trainable_token_indices layer_replication alora_invocation_tokens use_bdlora arrow_config"
+    "trainable_token_indices layer_replication alora_invocation_tokens use_bdlora arrow_config "
+    "kasa_config monteclora_config"
 )
+# With other ways to begin, peft first takes something away from the model, again at each load.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class AdaptedModule(NamedTuple):
@@ -234,10 +238,9 @@ def load(config: Config, model: MultiStage, distributed: Distributed) -> None:
                 [] if problems else _parts(modules, values, config.adapters.lora_rank)
             ):
                 theirs = [opened.get_tensor(key).float() for key in each.keys()]
-                if [one.shape for one in theirs] != [a.shape, b.shape]:
-                    problems.append(
-                        f"{each.module} has {list(theirs[0].shape)}, not {list(a.shape)}"
-                    )
+                if (has := [[*one.shape] for one in theirs]) != [[*a.shape], [*b.shape]]:
+                    fitting = f"{[*a.shape]} and {[*b.shape]}"
+                    problems.append(f"{each.module} has {has[0]} and {has[1]}, not {fitting}")
                     continue
                 a.copy_(theirs[0])
                 for ours, rows in each.pairs(b, theirs[1]):
@@ -265,7 +268,15 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
     Raises:
         CheckpointError: if peft would compute something else with it.
     """
-    stated = read_object(folder, CONFIG_NAME)
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"{FLAG}={folder}: there is no {CONFIG_NAME}; give a folder that directly holds it, such as "
+            "<experiment_dir>/export/<iteration>"
+        )
+    try:
+        stated = read_object(folder, CONFIG_NAME)
+    except CheckpointError as error:
+        raise CheckpointError(f"{FLAG}={error}") from None
     lacking = [key for key in ("r", "lora_alpha") if key not in stated]
     if stated.get("peft_type") != "LORA" or lacking:
         raise CheckpointError(
@@ -274,9 +285,17 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
     wrong = [key for key in UNSUPPORTED.split() if stated.get(key)]
     if stated.get("bias", "none") != "none":
         wrong.append("bias")
+    if stated.get("init_lora_weights") not in PLAIN_BEGINNINGS:
+        wrong.append("init_lora_weights")
     if wrong:
         raise CheckpointError(
             f"{FLAG}={folder}: {CONFIG_NAME} has {wrong[0]}={stated[wrong[0]]!r}, which is not supported"
+        )
+    rank, alpha = stated["r"], stated["lora_alpha"]
+    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 < alpha < inf):
+        raise CheckpointError(
+            f"{FLAG}={folder}: {CONFIG_NAME} has r={rank!r} and lora_alpha={alpha!r}; write an integer and a "
+            "number, both above 0"
         )
     weights = [layer.weight.spec for layer in linear_layers(build_gpt(model, 1))]
     maps = [each for spec in weights for each in maps_of(spec, model_type)]
@@ -297,8 +316,8 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
         )
     ]
     return {
-        "lora_rank": stated["r"],
-        "lora_alpha": float(stated["lora_alpha"]),
+        "lora_rank": rank,
+        "lora_alpha": float(alpha),
         "lora_scaling": "sqrt_rank" if stated.get("use_rslora") else "rank",
         "lora_targets": () if len(names) == len(maps) else tuple(targets),
     }

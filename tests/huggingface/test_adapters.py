@@ -4,6 +4,7 @@ Each run starts from adapters that peft wrote, with random A and B, so that neit
 """
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,10 @@ def changed_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(kept))
 
 
+def without_config(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
 def changed_weights(folder: Path, **changes: Tensor | None) -> None:
     """Replace tensors of q_proj in the first block, by their last names; None: remove."""
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -136,9 +141,20 @@ def changed_weights(folder: Path, **changes: Tensor | None) -> None:
         (partial(changed_config, rank_pattern={"q_proj": 2}), "", "rank_pattern={'q_proj': 2}"),
         (partial(changed_config, use_dora=True), "", "use_dora=True"),
         (partial(changed_config, bias="all"), "", "bias='all'"),
+        # peft takes the adapter's first values from the model whenever it loads one of these
+        (partial(changed_config, init_lora_weights="pissa"), "", "init_lora_weights='pissa'"),
+        (partial(changed_config, r=0), "", "r=0 and lora_alpha=5; write"),
+        (partial(changed_config, r=3.0), "", "r=3.0 and lora_alpha=5; write"),
+        (partial(changed_config, lora_alpha=None), "", "lora_alpha=None; write"),
+        (partial(changed_config, lora_alpha=math.nan), "", "lora_alpha=nan; write"),
+        (without_config, "", "--pretrained_adapter=.*: there is no adapter_config.json; give"),
         (partial(changed_weights, lora_B__weight=None), "", "no base_model.*q_proj.lora_B.weight"),
         (partial(changed_weights, lora_magnitude=torch.ones(2)), "", "lora_magnitude is not used"),
-        (partial(changed_weights, lora_A__weight=torch.ones(2, 30)), "", "q_proj has"),
+        (
+            partial(changed_weights, lora_A__weight=torch.ones(2, 30)),
+            "",
+            r"q_proj has \[2, 30\] and",
+        ),
         (lambda folder: None, "--lora_alpha=7", "lora_alpha: 5 in the checkpoint, 7 now"),
         (lambda folder: None, "--lora_targets=query", "down_proj.lora_A.weight is not used"),
     ],
@@ -147,7 +163,9 @@ def test_folders_that_are_refused(change: Any, flags_: str, problem: str, tmp_pa
     folder = write_folder("llama", tmp_path / "model")
     adapted(folder).save_pretrained(tmp_path / "adapter")
     change(tmp_path / "adapter")
+    words = [f"--pretrained_adapter={tmp_path / 'adapter'}", *flags_.split()]
     with pytest.raises((RuntimeError, CheckpointError), match=problem):
+        config_of([*flags(folder, tmp_path / "x"), *words], 1)  # most are refused here
         run(folder, tmp_path / "adapter", tmp_path / "run", *flags_.split())
 
 
