@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -283,9 +284,14 @@ def log_ending(run: Run, message: str) -> None:
 
 def _next_step(config: Config) -> str:
     """Return what to try with the weights of a finished run, after "; ", or nothing."""
+    folder = config.run.experiment_dir
+    if config.adapters.lora_rank:  # checkpoints have no model
+        folder = f"{folder}/export/merged"
+        if config.training.export_interval is None or not os.path.isdir(folder):
+            return ""
     if config.data.tokenizer_file is None:
         return ""
-    model = f"--model {config.run.experiment_dir}"
+    model = f"--model {folder}"
     return "; continue a text with: " + as_installed(
         f"python scripts/generate.py {model} --prompt TEXT"
     )

@@ -29,6 +29,7 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.export import Weights, master_weights
+from megatron_lite.huggingface.model_folder import ADAPTER_NAME as CONFIG_NAME
 from megatron_lite.huggingface.model_folder import read_object
 from megatron_lite.huggingface.weight_map import MappedRows, pieces
 from megatron_lite.model.adapters import A, B, LinearMap, adapters_of, is_of_adapter, maps_of
@@ -36,7 +37,7 @@ from megatron_lite.model.gpt import build_gpt, linear_layers
 from megatron_lite.model.parameter_patterns import by_block
 from megatron_lite.zero.multi_stage import MultiStage
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_NAME = "adapter_model.safetensors"
 FLAG = "--pretrained_adapter"
 # Keys of adapter_config.json that must be absent or empty: with them the adapter is another
 # function.

@@ -34,7 +34,8 @@ from megatron_lite.validation import examine
 KINDS = ("huggingface", "distributed")
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26, "adapter_config.json": 2**22}
+ADAPTER_NAME = "adapter_config.json"
+LIMIT_BYTES = {CONFIG_NAME: 2**22, INDEX_NAME: 2**26, ADAPTER_NAME: 2**22}
 
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?")
 _OTHER_FORMAT = re.compile(
@@ -97,6 +98,8 @@ def _found(folder: Path, names: set[str]) -> list[tuple[str, Path]]:
     parents = [folder / "checkpoints", folder / "export"] if is_run else [folder]
     found = [item for parent in parents for item in find_checkpoints(parent)]
     paths = [path for _, path in sorted(found, key=lambda item: -item[0])]
+    if any((adapter := path / ADAPTER_NAME).exists() for path in [folder, *paths[:1]]):
+        raise CheckpointError(_adapter(adapter.parent))
     return [
         ("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in paths
     ]
@@ -126,6 +129,14 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
     )
 
 
+def _adapter(folder: Path) -> str:
+    return (
+        f"{folder}: it holds an adapter ({ADAPTER_NAME}); give its model's folder (training takes the adapter as "
+        "--pretrained_adapter), or the merged model: export/merged of a run with --export_merged=1, or what peft's "
+        "merge_and_unload() returns, saved with save_pretrained()"
+    )
+
+
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files of a Hugging Face folder and its index, tensor -> file; {}
     without an index.
@@ -136,11 +147,8 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
         CheckpointError: if there are no weights or the index is unusable.
     """
     names = _names(folder)
-    if "adapter_config.json" in names:
-        raise CheckpointError(
-            f"{folder}: it holds an adapter (adapter_config.json); give its model's folder, with --pretrained_adapter="
-            f"{folder}, or merge it (peft: merge_and_unload(), then save_pretrained()) and give the result"
-        )
+    if ADAPTER_NAME in names:
+        raise CheckpointError(_adapter(folder))
     if WEIGHTS_NAME in names:
         return [WEIGHTS_NAME], {}
     if INDEX_NAME in names:

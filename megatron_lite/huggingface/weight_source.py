@@ -161,8 +161,8 @@ class CheckpointSource(WeightSource):
         self.iteration, config = self.content.iteration, self.content.config
         if config.get("lora_rank"):
             raise CheckpointError(
-                f"{folder}: it holds adapters without their model; give an export with --export_merged=1, from "
-                "export/merged, or the model's folder"
+                f"{folder}: it holds adapters without their model; give export/merged of a run with --export_merged=1 "
+                "and --export_interval, or the model's folder"
             )
         self.model = model_folder.resolved_model(
             model_folder.checkpoint_values(config, str(folder)), str(folder)

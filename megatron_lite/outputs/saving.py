@@ -267,12 +267,12 @@ def nothing_to_do(run: Run) -> str:
     lacks_export = (
         training.export_interval is not None and export is not None and not export.exists()
     )
-    convert = (
-        as_installed("; scripts/convert_checkpoint.py exports its checkpoint")
-        if lacks_export
-        else ""
-    )
-    return f"the run is complete: {done}{training.train_iters}; nothing to do{convert}"
+    hint = ""
+    if lacks_export and run.config.adapters.lora_rank:  # checkpoints have no model to convert
+        hint = "; it exports when it trains on, with a larger --train_iters"
+    elif lacks_export:
+        hint = as_installed("; scripts/convert_checkpoint.py exports its checkpoint")
+    return f"the run is complete: {done}{training.train_iters}; nothing to do{hint}"
 
 
 def planned_stop(run: Run) -> str:

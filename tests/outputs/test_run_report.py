@@ -21,6 +21,7 @@ def fake_run(root: Path | None, rank: int = 0, report: bool = True, lost: bool =
         config=SimpleNamespace(
             run=SimpleNamespace(report=report, experiment_dir="mine"),
             data=SimpleNamespace(tokenizer_file="byte"),
+            adapters=SimpleNamespace(lora_rank=0),
         ),
         distributed=SimpleNamespace(rank=rank),
         logger=logging.getLogger("test of the page"),

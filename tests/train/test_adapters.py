@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_lite.errors import CheckpointError, UsageError
+from megatron_lite.huggingface.model_folder import source_folders
+from megatron_lite.pretrain import _next_step
 from tests.huggingface.test_families import config_of, flags, train
 from tests.support.families import write_folder
 from tests.support.harness import run_distributed
@@ -44,6 +46,16 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path: Path) -> Non
     assert all(name.endswith((".lora_a", ".lora_b")) for name in content["parameters"])
     elements = sum(tensor.numel() for tensor in adapters(tmp_path / "parts").values())
     assert 12 * elements <= content["files"]["rank_000.safetensors"]["size"] < 16 * elements
+
+    exports = tmp_path / "parts" / "export"
+    for place in (exports, exports / str(ITERATIONS)):
+        with pytest.raises(CheckpointError, match=f"{ITERATIONS}: it holds an adapter"):
+            source_folders(place)
+    words = [*flags(folder, tmp_path / "parts", *LORA), "--train_iters=4", "--export_interval=1"]
+    config = config_of([*words, "--tokenizer_file=byte", "--export_merged=1"], 1)
+    assert not _next_step(config)  # there is no merged model
+    (exports / "merged").mkdir()
+    assert f"--model {exports}/merged " in _next_step(config)
 
     for change in ("--lora_alpha=4", "--lora_scaling=sqrt_rank", "--lora_targets=query,value"):
         with pytest.raises(RuntimeError, match="was trained with another architecture"):
