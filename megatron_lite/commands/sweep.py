@@ -232,8 +232,12 @@ def run_sweep(before: Sequence[str], shared: list[str], parallel: int, ranks: in
     places = divide(parallel, ranks, base.config.distributed.device != "cpu")
     trials = combinations(values, shared, base, places.ranks)
     root = trials[0].folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    lock = (root / "sweep.lock").open("a")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / "sweep.lock").open("a")
+    except OSError as error:
+        problem = f"the sweep cannot write there ({error.strerror}); choose another folder"
+        raise StorageError(f"--experiment_dir={root}: {problem}") from None
     if not lock_file(lock.fileno()):
         raise StorageError(f"--experiment_dir={root}: another sweep uses it; wait for its end")
     shares = f"{places.variable}={' and '.join(places.values)}"

@@ -21,8 +21,8 @@ from megatron_lite.cli.checks import resolved
 from megatron_lite.cli.parse import HelpRequested, parse
 from megatron_lite.config import JsonObject
 from megatron_lite.config.values import written
-from megatron_lite.errors import UsageError
-from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
+from megatron_lite.errors import EXIT_DONE, UsageError
+from megatron_lite.run.exit_status import METRICS_FILE
 from megatron_lite.run.run_process import LONGEST_ERROR, RunProcess
 from megatron_lite.validation import planned_world_size
 
@@ -70,11 +70,9 @@ def train(*flags: str, ranks: int = 1, **options: Any) -> Result:
             raise
     if (failure := run.failure(said)) is not None:
         raise failure
+    status = "done" if run.process.returncode == EXIT_DONE else "stopped"
     metrics = list(_metrics(folder))
-    with contextlib.suppress(OSError, ValueError):
-        status = json.loads((folder / EXIT_FILE).read_bytes())["status"]
-        return Result(folder, status, metrics, _best_checkpoint(folder, metrics))
-    return Result(folder, "stopped", metrics, None)  # before it had taken the folder
+    return Result(folder, status, metrics, _best_checkpoint(folder, metrics))
 
 
 def _as_typed(value: Any) -> str:
@@ -89,7 +87,9 @@ def _checked(words: list[str], ranks: int) -> Path:
         raise UsageError(f"train() trains; for help, type pretrain_gpt --help:\n{page}") from None
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: write a number of at least 1")
-    resolved(arguments, planned_world_size(arguments.config, ranks))
+    config = resolved(arguments, planned_world_size(arguments.config, ranks))
+    if config.distributed.dry_run:
+        raise UsageError("--dry_run=1: train() trains; leave dry_run out, or type the command")
     if (folder := arguments.config.run.experiment_dir) is None:
         raise UsageError(
             "--experiment_dir is missing: train() reads its result there; write experiment_dir='run'"

@@ -105,6 +105,14 @@ def test_mistakes_are_found_before_the_first_run(
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep").touch()
+    code = sweep.main(["--lr=1e-3,1e-2", "--", *shared(tmp_path, "sweep")])
+    said = capsys.readouterr().err
+    assert code == StorageError.exit_code and "Traceback" not in said
+    assert f"ERROR: --experiment_dir={tmp_path}/sweep: the sweep cannot write there (File" in said
+
+
 def test_gpus_and_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "visible_gpus", lambda: ["2", "3", "5", "7"])
     monkeypatch.setattr(sweep, "available_cores", lambda: 8)

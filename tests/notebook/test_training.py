@@ -26,6 +26,8 @@ OPTIONS |= {"validation_interval": 2, "checkpoint_interval": 2, "log_interval": 
 FAKE = """
 import json, os, signal, sys, time
 def end(number, frame):
+    if sys.argv[2:] == ["early"]:
+        sys.exit(75)
     open(sys.argv[1] + "/exit.json", "w").write(json.dumps(
         {"exit_code": 75, "status": "stopped", "message": "saved", "signal": number}))
     sys.exit(75)
@@ -35,14 +37,16 @@ print("ready", os.getpid(), flush=True)
 time.sleep(60)
 """
 CALL = """
-import sys, threading
+import json, sys, threading
 from megatron_lite.notebook import training
 from megatron_lite.run import run_process
 training._checked = lambda words, ranks: training.Path(sys.argv[1])
 run_process.program = lambda ranks: ["-c", open(sys.argv[1] + "/fake.py").read(), sys.argv[1]]
 result = training.train()
+file = training.Path(sys.argv[1], "exit.json")
+file.write_text(json.dumps({**json.loads(file.read_text()), "exit_code": 1, "status": "failed"}))
 print(result.status, threading.active_count(), flush=True)
-result = training.train()
+result = training.train("early")
 print(result.status, "again", flush=True)
 """
 
@@ -95,6 +99,7 @@ def test_errors_are_those_of_the_command(
     for options, said in (
         ({"lr": "x", "nope": 1}, "--lr=x: not a number"),
         ({"experiment_dir": None, "checkpoint_interval": None}, "write experiment_dir='run'"),
+        ({"dry_run": 1}, "--dry_run=1: train() trains; leave"),
         ({"train_tokens": 64}, "--train_iters and --train_tokens: write one of"),
     ):
         with pytest.raises(UsageError) as raised:
@@ -139,7 +144,7 @@ def line(process: subprocess.Popen[str]) -> list[str]:
 
 def test_an_interrupt_saves_and_returns(tmp_path: Path) -> None:
     """Sent to the process alone, as Jupyter may, or to its group; the run gets one signal, and is
-    waited for."""
+    waited for. The second one has not taken the folder yet, where an earlier one has failed."""
     with calling(tmp_path) as process:
         assert line(process)[0] == "ready"
         process.send_signal(signal.SIGINT)
