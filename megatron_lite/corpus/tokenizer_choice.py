@@ -145,7 +145,7 @@ class TokenizerChoice:
         size_bytes = sum(file.size_bytes for file in files)
         version = next((found.version for found in metadata.distributions(name=FAST)), "")
         reasons = {
-            "--tokenizer_library says so": self.library == "tokenizers",
+            "only tokenizers may (--tokenizer_library, --per_token)": self.library == "tokenizers",
             BYTES: self.name == BYTE and self.train is None,
             "conversations need the places of tokens in the text": fields.marked,
             "a pipe can be read only once, and a wrong id would make all tokens anew": not all(

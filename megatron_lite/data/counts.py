@@ -62,9 +62,12 @@ class Counts:
         now = next_sample(done)
         if skipped.kept(now) < self.skipped.kept(now):
             before = bisect.bisect_right(range(done), first, key=next_sample) - 1
+            fix = f"go back to a checkpoint of iteration {before} or earlier (--resume_iteration)"
+            if before == 0:
+                fix = "start anew in another --experiment_dir"
             raise UsageError(
                 f"--skip_samples={first}-{end - 1}: the run has already read samples up to {now - 1}, in {done} iterations; "
-                f"to leave these out, go back to a checkpoint of iteration {before} or earlier (--resume_iteration)"
+                f"to leave these out, {fix}"
             )
         self.skipped = skipped
 

@@ -100,7 +100,7 @@ def _rule(said: dict[str, Any]) -> dict[str, Any]:
     lines = (line.split(" ", 1) for line in _RULES.splitlines() if line)
     name = next((name for name, known in lines if known == rule), "")
     if not name or model["type"] != "BPE":
-        raise ValueError(f"its {model['type']} splits them by {rule}")
+        raise ValueError(f"its {model['type']} splits them by {rule or 'no rule'}")
     if model["byte_fallback"] != (name in ("spaces", "prefixed")):
         raise ValueError(f"byte_fallback is {model['byte_fallback']}")
     if model["byte_fallback"]:

@@ -68,6 +68,8 @@ def load(
     for value, legal in choices:
         if value not in legal:
             raise UsageError(f"{value!r}: choose from {legal}")
+    if sequence_length is not None and sequence_length < 1:
+        raise UsageError(f"sequence_length={sequence_length}: write a number of at least 1")
 
     def opened() -> Model:
         tokenizer = open_tokenizer(path, tokenizer_file, special_tokens=True)
@@ -131,6 +133,8 @@ class Model:
 
     def next_tokens(self, text: str | Sequence[int], k: int = 10) -> list[NextToken]:
         """Return the `k` most probable tokens after a text, or its ids, the most probable first."""
+        if k < 1:
+            raise UsageError(f"k={k}: write a number of at least 1")
         ids = self._prompt(text) if isinstance(text, str) else text
         found = self.logits(ids)[-1].softmax(0).topk(min(k, self._model.config.vocab_size))
         return [
@@ -155,10 +159,8 @@ class Model:
         Raises: RunError with the words of the command's error.
         """
         legal = max_new_tokens >= 1 and temperature >= 0 and 0 < top_p <= 1 and seed >= 0
-        if not legal or (top_k is not None and top_k < 1) or "" in stop:
-            rule = (
-                "max_new_tokens, top_k >= 1; temperature, seed >= 0; 0 < top_p <= 1; no empty stop"
-            )
+        if not legal or (top_k is not None and top_k < 1) or isinstance(stop, str) or "" in stop:
+            rule = "max_new_tokens, top_k >= 1; temperature, seed >= 0; 0 < top_p <= 1; stop: a list, no empty text"
             raise UsageError(f"generate() needs {rule}")
         options = Namespace(
             max_new_tokens=max_new_tokens,

@@ -558,7 +558,11 @@ def test_where_fastokens_does_not_serve(
     corpus: Path, plain: str, tmp_path: Path, stub: Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reason is one line; whoever asks for fastokens by name gets it as an error."""
-    reasons = {"--tokenizer_library says so": options(corpus, plain, tmp_path / "a", "tokenizers")}
+    reasons = {
+        "only tokenizers may (--tokenizer_library, --per_token)": options(
+            corpus, plain, tmp_path / "a", "tokenizers"
+        )
+    }
     word_pieces = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({"</s>": 0, "x": 1}, unk_token="</s>")
     )

@@ -29,7 +29,7 @@ from tokenizers import (
 from tokenizers import pre_tokenizers as splitters
 
 from megatron_lite.commands import convert_checkpoint
-from megatron_lite.data.tokenizing import BYTE_FILE
+from megatron_lite.data.tokenizing import BYTE_FILE, character_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.huggingface.gguf_tokenizer import tokenizer_keys
 from tests.support.families import (
@@ -304,6 +304,9 @@ def test_refuses_tokenizers(tmp_path: Path) -> None:
         return str(error.value)
 
     assert r"splits them by \w+" in refused(byte_level(split_by(r"\w+")))
+    character_tokenizer(["ab"], str(tmp_path / "characters.json"))
+    with pytest.raises(DataError, match="its BPE splits them by no rule; write"):
+        tokenizer_keys(tmp_path / "characters.json", 900)
     prefixed = splitters.ByteLevel(add_prefix_space=True)
     assert '"add_prefix_space": true' in refused(byte_level(prefixed))
     assert "ignores merges" in refused(byte_level(BYTES, ignore_merges=True))

@@ -116,6 +116,9 @@ def test_errors_are_exceptions_and_threads_stay(model: megatron_lite.Model, fold
         (lambda: model.next_tokens("x" * 20), DataError, "the prompt 'xxxx.* has 20 tokens"),
         (lambda: model.generate("x", temperature=-1.0), UsageError, "temperature"),
         (lambda: model.generate("x", top_k=0), UsageError, "top_k >= 1"),
+        (lambda: model.generate("x", stop="y"), UsageError, "stop: a list"),
+        (lambda: model.next_tokens("x", k=0), UsageError, "k=0: write a number of at least 1"),
+        (lambda: megatron_lite.load(folder, sequence_length=0), UsageError, "length=0: write"),
         (lambda: megatron_lite.load(folder, weights="auto"), UsageError, "'auto': choose"),  # type: ignore[arg-type]
         (
             lambda: megatron_lite.load(folder, device="gpu"),

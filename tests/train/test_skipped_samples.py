@@ -10,6 +10,7 @@ import pytest
 from megatron_lite.checkpoint import manifest
 from megatron_lite.config import unflatten
 from megatron_lite.corpus.run_length import with_length
+from megatron_lite.data.counts import Counts
 from megatron_lite.data.open_data import open_data
 from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import UsageError
@@ -76,6 +77,16 @@ def test_an_epoch_is_shorter(tmp_path: Path) -> None:
         asked = unflatten(TINY | options | dict(export_interval=None, checkpoint_interval=None))
         config, _ = with_length(resolve(asked, 1), asked, None, 1)
         assert config.training.train_iters == iterations
+
+
+def test_samples_that_no_checkpoint_precedes(tmp_path: Path) -> None:
+    """Nothing is saved before the first iteration."""
+    path = write_counting(tmp_path / "a", [LENGTH * 40 + 1])
+    kept = dict(experiment_dir=str(tmp_path / "run"))
+    config = tiny_config(1, **OPTIONS, **kept, data_path=(path,), skip_samples=("2-3",))
+    began = {"counts": Counts(config).state(5), "iteration": 5}
+    with pytest.raises(UsageError, match="samples up to .*start anew in another --experiment_dir"):
+        Counts(config, {**began, "counts": {**began["counts"], "skipped": ()}})
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
