@@ -27,8 +27,8 @@ def digest_of(model: MultiStage, distributed: Distributed) -> str:
     total, parts = 0, [part for _, part in model.parts() if not part.is_saved]
     for part in parts:
         shard = part.read("weights")
-        for spec, tile in part.layout.tiles(distributed.data.rank):
-            if tile.holders[0] == distributed.tensor.rank:
+        for spec, tile in part.layout.tiles(part.rank):
+            if tile.holders[0] == part.split_over.rank:
                 total += (2 * derive_seed(spec.name) + 1) * _sum(shard, tile)
     found = distributed.gather_objects((total % 2**64, bool(parts)))
     return f"{sum(one for one, _ in found) % 2**64:016x}" if any(has for _, has in found) else ""

@@ -186,7 +186,11 @@ class TrackingConfig(Area):
         "statistics to send to the trackers, separated by commas: of gradients, weights, updates, optimizer state, "
         "experts' loads",
         choices=WATCHED,
-        needs=(Rule("num_experts!=1", "the model has no experts", when="watch=experts"),),
+        needs=(
+            Rule(
+                "num_experts!=1", "the model has no experts", "watch=experts", "leave experts out"
+            ),
+        ),
         aliases="watch_targets",
     )
     watch_interval: PositiveInt = watch_option(20, "iterations between watched steps")

@@ -255,7 +255,7 @@ def load(config: Config, model: MultiStage, distributed: Distributed) -> None:
     for _, part in model.parts():
         if not part.frozen:
             shard = part.read("weights")
-            for spec, tile in part.layout.tiles(distributed.data.rank):
+            for spec, tile in part.layout.tiles(part.rank):
                 own = shard[tile.offset : tile.end].view(tile.rows, tile.width)
                 own.copy_(tile.view(values[spec.name].view(-1)))
             part.write("weights", shard)

@@ -123,7 +123,7 @@ def add_adapters(linear: Iterable[Any], config: Config) -> list[Adapter]:
     if experts := [name for name in sorted(chosen) if ".mlp.experts." in name]:
         raise UsageError(
             f"--lora_targets: experts have no adapters yet, and {experts[0]} is one of {len(experts)} selected; "
-            "write --lora_targets=.attention. (and mlp.shared, or the numbers of dense blocks)"
+            "write --lora_targets=attention (and mlp.shared, or the numbers of dense blocks)"
         )
     adapters = []
     for module, maps in found:

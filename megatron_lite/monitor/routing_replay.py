@@ -62,12 +62,16 @@ def open_replay(config: Config, samples: int) -> bool:
     """Prepare the folder on rank 0; return whether it has a record, which must have `samples`.
 
     Raises:
-        UsageError: if the record does not fit the run.
+        UsageError: if the record does not fit the run, or the folder cannot be made or read.
     """
     folder = Path(config.run.moe_replay_routing or "")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not any(folder.iterdir()):
-        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            return False
+    except OSError as error:
+        rule = f"{error.strerror}; name a folder that can be written"
+        raise UsageError(f"--moe_replay_routing={folder}: {rule}") from None
     replay = RoutingReplay(config, True)
     for index in filter(config.model.has_experts, range(config.model.num_layers)):
         path = replay.path(f"blocks.{index}.mlp.router")

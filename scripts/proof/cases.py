@@ -16,6 +16,8 @@ from megatron_lite.config.dimensions import DIMENSIONS, ranks_per_sample
 from megatron_lite.config.system import PIPELINE_SCHEDULES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import UsageError
+from megatron_lite.kernels.choice import REFERENCES
+from megatron_lite.model.gpt import model_layers
 from megatron_lite.validation import resolve
 from megatron_lite.validation.rules import holds
 from megatron_lite.validation.sizes import check_passes
@@ -195,6 +197,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--lora_rank=3 --lora_targets=query,value,down --lora_scaling=sqrt_rank",
             "--lora_rank=4 --lora_alpha=8 --lora_targets=blocks.1,key,attention.output",
             "--lora_rank=1 --lora_targets=up,query_key_value",
+            "--lora_rank=2 --lora_targets=attention",  # also beside experts
         ),
         "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
         "average": (
@@ -303,6 +306,9 @@ class Case(NamedTuple):
                 "an expert's gradient sums few tokens, and rounding to 16 bits moves some across the limit"
             )
         parts = self._parts(fixed)
+        if "lora_rank" in self.options:
+            for part in parts:
+                model_layers(part.config, REFERENCES)  # its patterns may select nothing, or experts
         if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
             rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"
             raise UsageError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lite.config.source import PRESETS
 from megatron_lite.distributed.processes import has_ended
+from megatron_lite.errors import UsageError
 from megatron_lite.zero.replicas import Replicas
 from scripts import prove_layouts
 from scripts.proof.cases import LAYOUT, case_of, flags_of
@@ -68,6 +69,21 @@ def test_the_same_seed_draws_the_same_layouts() -> None:
     one, same, other = (Draws(seed, 2, [flags_of("--optimizer=sgd")], FIXED) for seed in (1, 1, 2))
     drawn = [one.case() for _ in range(3)]
     assert drawn == [same.case() for _ in range(3)] != [other.case() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--lora_targets=up --lr_scales=*.down.*:0.5", "lr_scales: .* matches no parameter"),
+        (
+            "--num_experts=4 --expert_auxiliary_loss_coefficient=0.1",
+            "experts have no adapters yet.*; write --lora_targets=attention ",
+        ),
+    ],
+)
+def test_adapters_that_the_program_refuses_are_not_drawn(words: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        case_of(flags_of(f"--lora_rank=1 {words}"), 1, None).parts(FIXED)
 
 
 def test_a_frozen_weight_keeps_its_own_scale_in_8_bits() -> None:

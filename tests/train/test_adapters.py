@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_lite.checkpoint.frozen_base import digest_of
+from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, UsageError
 from megatron_lite.huggingface.model_folder import source_folders
+from megatron_lite.optimizer.partition import partitioned
 from megatron_lite.pretrain import _next_step
 from tests.huggingface.test_families import config_of, flags, train
 from tests.support.families import write_folder
-from tests.support.harness import run_distributed
+from tests.support.harness import layers_of, run_distributed, tiny_config
 
 ITERATIONS = 4
 LORA = ("--lora_rank=3", "--lora_dropout=0.1", "--lora_targets=query,value,mlp")
@@ -86,6 +89,30 @@ def test_ranks_and_stages_compute_the_same(name: str, tmp_path: Path) -> None:
     expected = adapters(tmp_path / "one")
     for key, found in adapters(tmp_path / "many").items():
         torch.testing.assert_close(found, expected[key], rtol=1e-4, atol=1e-6)
+
+
+def digest(distributed: Distributed, sizes: dict[str, int]) -> str:
+    """The digest of a model with experts on one of its ranks."""
+    experts = dict(num_experts=4, moe_router_bias_update_rate=0.0, **sizes)
+    options = dict(lora_rank=2, lora_targets=("attention",), **experts)
+    config = tiny_config(distributed.world_size, **options)
+    model = partitioned(config, layers_of(config, distributed), distributed)
+    model.initialize(1)
+    return digest_of(model, distributed)
+
+
+def test_the_digest_counts_each_expert_once() -> None:
+    """Also where ranks share the experts out, and split them: a checkpoint resumes in any
+    layout."""
+    found = run_distributed(1, digest, {})
+    for ranks, sizes in (
+        (2, {"expert_parallel": 2}),
+        (4, {"expert_parallel": 2, "tensor_parallel": 2}),
+        (4, {"expert_parallel": 2, "zero_stage": 3}),
+    ):
+        groups = {name: size for name, size in sizes.items() if name != "zero_stage"}
+        found += run_distributed(ranks, digest, sizes, **groups)
+    assert len({*found}) == 1 and len(found[0]) == 16
 
 
 @pytest.mark.parametrize(

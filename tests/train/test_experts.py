@@ -142,6 +142,8 @@ def test_a_replay_takes_the_recorded_experts(tmp_path: Path) -> None:
     for options, words in (({}, "1 of 10 samples"), ({"num_experts": 8}, "8x2x16.bin has 0 of 10")):
         with pytest.raises(RuntimeError, match=f"UsageError.*{words}"):
             run_distributed(1, counted, record | options)
+    with pytest.raises(RuntimeError, match="UsageError.*bin: File exists; name a folder"):
+        run_distributed(1, counted, {"moe_replay_routing": str(path)})
 
 
 def test_sinkhorn_balances_real_tokens(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_cross_entropy_splits() -> None:
         ),
         (dict(trackers=("wandb", "wandb")), "--trackers=wandb wandb: one is given twice"),
         (dict(watch=("grads", "grads")), "--watch=grads grads: one is given twice"),
+        (dict(watch=("experts",)), "--num_experts=1: the model has no experts; leave experts out"),
         (dict(watch=("weights",)), "--watch=weights: takes grads, params, updates, opt_state"),
         (dict(trackers=("comet",)), "--trackers=comet: takes jsonl, wandb, tensorboard"),
         (dict(wandb_id="../x"), "--wandb_id=../x: takes up to 128 letters, digits, - and _"),
