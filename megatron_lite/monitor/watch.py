@@ -319,13 +319,16 @@ class Watch:
         record, watched = results(tables, scale, self._options.watch_per_layer)
         if self._routers:
             sums = of_routers.sum(0).view(len(self._routers), -1).cpu()
-            routers = {
-                name: RouterSummary(*row)
-                for name, row in zip(self._routers, summarized(sums).tolist(), strict=True)
-            }
-            watched = replace(watched, routers=routers)
+            watched = replace(watched, routers=of_counted(self._routers, sums))
         head = {"phase": "watch", "iteration": iteration, "train_iters": self._train_iters}
         self._log({**head, **record}, watched)
+
+
+def of_counted(names: Iterable[str], sums: Tensor) -> dict[str, RouterSummary]:
+    """Return the summaries of those routers that counted tokens, from all ranks' `Sums.values`,
+    (routers, 2 E + 3). One without a backward pass counts none, but its experts are not dead."""
+    rows = zip(names, sums[:, -1].tolist(), summarized(sums).tolist(), strict=True)
+    return {name: RouterSummary(*row) for name, tokens, row in rows if tokens}
 
 
 def summarize(chunks: Iterable[Tensor], wide: bool, bins: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import UsageError
 from megatron_lite.model.experts import Router
+from megatron_lite.monitor.watch import of_counted
 from megatron_lite.optimizer.balance import Balance
 from megatron_lite.train import train_step
 from tests.support.harness import layers_of, run_distributed, start_run, tiny_config, train_whole
@@ -96,6 +97,12 @@ def test_watched_routers_are_those_of_the_log(tmp_path: Path) -> None:
         loads, entropies, _ = zip(*line["experts"].values(), strict=True)
         assert max(loads) == pytest.approx(log["largest_expert_load"], rel=1e-5)
         assert all(1.0 < entropy < np.log(8) for entropy in entropies)
+
+
+def test_a_router_that_counts_nothing_is_not_watched() -> None:
+    """Two experts, one of them without a token, and a router below which all is frozen."""
+    sums = torch.tensor([[0, 0, 0, 0, 0, 0, 0], [0, 4, 1, 3, 9, 2, 4]], dtype=torch.float64)
+    assert of_counted(("frozen", "trained"), sums) == {"trained": (2.0, 0.5, 1.0)}
 
 
 def whole(distributed: Distributed, options: dict[str, Any]) -> None:
