@@ -27,10 +27,10 @@ class Dimension(NamedTuple):
     is the value at which nothing sets it: 1 rank, or 0, all ranks that remain. within: a dimension
     whose ranks the option counts, too. sums: the groups of several dimensions that it is part of;
     see `distributed.grid.Groups`.
-    sends: its ranks send each other tensors. in_layers: they exchange inside of each layer.
-    kinds: of the collectives along it, as in `distributed.traffic.KINDS`. is_near: they take the
-    links within a node if a node has whole groups. remark: on its link in a plan; {name} is the
-    speed along a dimension.
+    sends: its ranks send each other tensors. exchanges: each sends its own to all others, at once.
+    in_layers: they exchange inside of each layer. kinds: of the collectives along it, as in
+    `distributed.traffic.KINDS`. is_near: they take the links within a node if a node has whole
+    groups. remark: on its link in a plan; {name} is the speed along a dimension.
     saving: an option with which a search sets it. proved: sizes that `prove_layouts` draws.
     keeps_bits: no size changes a bit.
     """
@@ -43,6 +43,7 @@ class Dimension(NamedTuple):
     within: str = ""
     sums: tuple[str, ...] = ()
     sends: bool = False
+    exchanges: bool = False
     in_layers: bool = False
     kinds: tuple[str, ...] = ()
     is_near: bool = False
@@ -92,6 +93,7 @@ DIMENSIONS = (
         divides=SAMPLES,
         option="expert_parallel",
         sums=("layers", DATA, SAMPLES, "shard", EXPERT_PARTS),
+        exchanges=True,
         in_layers=True,
         kinds=("expert exchange",),
         is_near=True,

@@ -240,13 +240,18 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
 def _own_link_gb_s(
     row: Dimension, chosen: Interconnect, gpu: Device, grid: RankGrid, per_node: int
 ) -> float:
-    """Return the speed of the slowest link along a dimension."""
+    """Return the speed along a dimension, of the slowest link."""
     if row.is_near and per_node % grid.span(row.name) == 0:
         return gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
-    nearer = DIMENSIONS[DIMENSIONS.index(row) + 1 :]
+    nearer, size = DIMENSIONS[DIMENSIONS.index(row) + 1 :], grid.sizes[row.name]
     # A GPU sends its messages alone; the rings of nearer ranks share the links of a node.
-    rings = GPUS_PER_NODE if row.sends else math.prod(grid.sizes[other.name] for other in nearer)
-    return link_gb_s(chosen, gpu, grid.span((*row.sums, row.name)[0]), rings)[0]
+    alone = row.sends or row.exchanges
+    rings = GPUS_PER_NODE if alone else math.prod(grid.sizes[other.name] for other in nearer)
+    gb_s = link_gb_s(chosen, gpu, grid.span((*row.sums, row.name)[0]), rings)[0]
+    if row.exchanges and size > 1:  # the others of a node take no link between nodes
+        near = max(per_node // grid.strides[row.name], 1)
+        gb_s = min(gb_s * (size - 1) / max(size - near, 1), gpu.link_gb_s)
+    return gb_s
 
 
 def link_gb_s(

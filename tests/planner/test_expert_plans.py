@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.kernels.expert_exchange import PLANNED_LOAD
+from megatron_lite.planner.devices import LINK_SHARE, data_sheet
 from tests.planner.test_plan import planned, run_steps
 from tests.support.harness import run_distributed, tiny_config
 from tests.support.plans import one_plan
@@ -54,3 +55,17 @@ def test_rows_are_for_twice_the_mean_load() -> None:
         assert 1.3 * one < other <= PLANNED_LOAD * 1.5 * one
     states = [plan.state_bytes for plan in plans]
     assert states[0] > states[1] > states[2]
+
+
+@pytest.mark.parametrize(
+    ("experts", "tensor", "gb_s"),
+    [(8, 1, 450), (16, 1, 50 * 15 / 8), (8, 2, 50 * 7 / 4), (32, 1, 50 * 31 / 24)],
+)
+def test_what_leaves_a_node_takes_the_adapter_of_its_gpu(
+    experts: int, tensor: int, gb_s: float
+) -> None:
+    """Of the other ranks of 32 H100 some are on the same node. No ring carries an exchange."""
+    sizes = {"expert_parallel": experts, "tensor_parallel": tensor, "num_experts": 32}
+    options = EXPERTS | sizes | {"device": "cuda", "batch_size": 32}
+    sheet = data_sheet(tiny_config(32, **options).distributed, "cuda", 32)
+    assert sheet.collective_s(EXCHANGE, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE)
