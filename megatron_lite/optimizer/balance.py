@@ -80,8 +80,12 @@ class Balance:
         if self._model.moe_balance == "micro_batch":  # averaged over the blocks first
             balance = count * (loads.mean(0) * shares.mean(0)).sum()
         largest = summarized(totals)[:, 0].amax()
-        names = "expert_auxiliary_loss", "expert_z_loss", "largest_expert_load"
-        return dict(zip(names, torch.stack([balance, z, largest]).tolist(), strict=True))
+        values = torch.stack([balance, z, largest]).tolist()
+        return {
+            "expert_auxiliary_loss": values[0],
+            "expert_z_loss": values[1],
+            "largest_expert_load": values[2],
+        }
 
     @property
     def sums(self) -> dict[str, Tensor]:

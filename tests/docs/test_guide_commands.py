@@ -34,7 +34,8 @@ SMALLER = {
     "--prompt ": "--max_new_tokens 4 --prompt ",
     "--prompts_file ": "--max_new_tokens 4 --prompts_file ",
 }
-NOT_RUN = ("hf download ",)  # needs the network
+# the first needs the network, the second takes minutes
+NOT_RUN = ("hf download ", "python -m scripts.benchmarks.")
 
 
 def commands(guide: str) -> list[str]:

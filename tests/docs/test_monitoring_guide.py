@@ -111,7 +111,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tensorboard, _ = commands(TRACKING)
+    tensorboard, *_ = commands(TRACKING)
     folder = run(tensorboard, monkeypatch, tmp_path)
     tags = EventAccumulator(str(folder / "tensorboard")).Reload().Tags()["scalars"]
     keys = set(re.findall(r"`(training/\w+)`", TRACKING)) - {"training/language_model_loss"}
@@ -120,7 +120,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one, without a key, leaves the run's files in the folder that the guide names."""
-    _, wandb = commands(TRACKING)
+    _, wandb, _ = commands(TRACKING)
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = run(wandb, monkeypatch, tmp_path)
     assert (folder / "wandb.json").exists() and list(
