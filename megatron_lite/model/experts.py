@@ -137,7 +137,7 @@ class Router(torch.nn.Module):
             if config.moe_balance == "global":
                 return self.loads
             if config.moe_balance == "sequence":
-                samples = mask.view(routing.samples, length, -1)
+                samples = mask.view(-1, length, config.num_experts)
                 return samples.mean(1, keepdim=True).expand_as(samples).reshape(mask.shape)
             assert config.moe_balance == "micro_batch", config.moe_balance
             return torch.stack([*counts.values()]).sum(0) / (blocks * blocks * tokens)

@@ -80,7 +80,7 @@ def test_a_restart_changes_nothing(name: str, tmp_path: Path) -> None:
 
 def test_evaluation_recomputation_and_padding_count_nothing(tmp_path: Path) -> None:
     """Counts of a run that evaluates and recomputes are those of one that does not; a padded batch
-    counts its real tokens."""
+    counts its real tokens, and one of padding alone none."""
     plain: dict[str, Any] = {"train_iters": 2, "validation_iters": 0}
     recomputing = plain | {
         "recompute_layers": 2,
@@ -92,15 +92,14 @@ def test_evaluation_recomputation_and_padding_count_nothing(tmp_path: Path) -> N
     assert records(tmp_path / "plain") == records(tmp_path / "recomputing")
     run = {"batch_size": 3, "micro_batch_size": 2, "allow_nondivisible_batch_size": True}
     options = EXPERTS | run | {"moe_balance": "sequence"}
-    padded, alone = (
-        run_distributed(1, train_tiny, options | {"micro_batch_size": size}, 3)[0]
-        for size in (2, 1)
+    padded, empty, alone = (
+        run_distributed(ranks, train_tiny, options | {"micro_batch_size": size}, 3)[0]
+        for ranks, size in ((1, 2), (2, 1), (1, 1))
     )
     for name, weight in alone.weights.items():
-        exact = name.endswith(".balance")
-        np.testing.assert_allclose(
-            padded.weights[name], weight, rtol=0, atol=0 if exact else 1e-5, err_msg=name
-        )
+        atol = 0 if name.endswith(".balance") else 1e-5
+        for found in (padded, empty):
+            np.testing.assert_allclose(found.weights[name], weight, rtol=0, atol=atol, err_msg=name)
 
 
 def test_a_checkpoint_with_frozen_experts_is_a_safetensors_file(tmp_path: Path) -> None:
