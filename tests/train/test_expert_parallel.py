@@ -12,16 +12,10 @@ import torch
 from megatron_lite.distributed.process_group import Distributed, peer_errors
 from megatron_lite.errors import PeerError
 from tests.support.harness import Trajectory, run_distributed, same_weights, train_several
+from tests.train import test_experts
 
-EXPERTS: dict[str, Any] = {
+EXPERTS: dict[str, Any] = test_experts.EXPERTS | {
     "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_ffn_hidden_size": 24,
-    "num_shared_experts": 1,
-    "moe_router_bias_update_rate": 0.02,
-    "expert_auxiliary_loss_coefficient": 0.1,
-    "random_bias_init": True,
-    "add_qkv_biases": False,  # the exact gradient of keys' biases is zero
     "lr_warmup": 0,
     "batch_size": 8,
     "clip_grad": 0.5,
