@@ -129,7 +129,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _record(folder: Path, name: str, value: object) -> None:
-    record = read_object(folder / RECORD) | {name: value}
+    _keep(folder, read_object(folder / RECORD) | {name: value})
+
+
+def _keep(folder: Path, record: Mapping[str, object]) -> None:
     replace_file(folder / RECORD, json.dumps(record).encode())
 
 
@@ -170,7 +173,7 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         goes_on, record[part] = record.get(part) == version, version
-        replace_file(folder / RECORD, json.dumps(record).encode())
+        _keep(folder, record)
         with open(folder / part, "ab" if goes_on else "wb") as file:
             storage.append(there, file, told)
             size = file.tell()
@@ -179,7 +182,7 @@ def _copy(storage: Storage, base: str, files: Mapping[str, Mapping[str, Any]], f
             raise OSError(f"{name} changed while it was copied, or only {size:,} bytes arrived")
         os.replace(folder / part, path)
         record[name], num_bytes = [size, record.pop(part)], num_bytes + size
-        replace_file(folder / RECORD, json.dumps(record).encode())
+        _keep(folder, record)
     return num_bytes
 
 
