@@ -107,6 +107,11 @@ def peak(run: Metrics, name: str) -> float:
     return max(run.curve("training", name).finite().values.tolist(), default=math.nan)
 
 
+def last_result(run: Metrics, name: str) -> float:
+    """Return the newest result of `evaluate --tasks`; NaN if absent."""
+    return float([math.nan, *run.curve("tasks", name).values][-1])
+
+
 def median_speed(run: Metrics, name: str) -> float:
     """Return the median of a training metric, without the first line of each start if there are
     others; NaN if absent.
@@ -188,7 +193,9 @@ def report(runs: Runs) -> Iterator[str]:
         yield from ("", "configuration: the same")
     head = ("A, last", "B, last", "in common", "median difference", "largest difference")
     yield from table("loss", head, [loss_row(loss) for loss in compare_losses(first, second)])
+    tasks = {name: name for run in (first, second) for name in run.names("tasks") if "/" in name}
     for title, labels, measure in (
+        ("task, last", tasks, last_result),
         ("speed, median", SPEEDS, median_speed),
         ("memory, largest", MEMORY, peak),
     ):

@@ -17,7 +17,7 @@ and `none` leaves them out. The loss equals the one that training logs for the s
 and sequence length. With --seed it is that of a run whose metrics do not say `"evaluation_order":
 "data"`, as an earlier version began it.
 --tasks hands exports and other Hugging Face folders to EleutherAI's lm-eval, which loads them with
-transformers, and prints its table.
+transformers, and prints its table. The results of an export of a run also go into its metrics.jsonl.
 --text reads files, folders and patterns as scripts/prepare_data.py does, tokenizes them in the same
 way, and predicts every token except the first exactly once.
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_lite.errors import EXIT_DONE, CheckpointError, UsageError
+from megatron_lite.errors import EXIT_DONE, CheckpointError, StorageError, UsageError
 from megatron_lite.generation.model import choose_device
 from megatron_lite.huggingface.model_folder import source_folders
-from megatron_lite.run.exit_status import print_failure, print_page
+from megatron_lite.monitor.trackers.metrics_file import MetricsFile
+from megatron_lite.run.exit_status import METRICS_FILE, print_failure, print_page
 
 
 def print_tasks(options: argparse.Namespace) -> int:
-    """Let lm-eval measure each model; print its tables, or with --json its results. Return the exit
-    code."""
+    """Let lm-eval measure each model; print its tables, or with --json its results, and add them to
+    the metrics of its run. Return the exit code."""
     try:
         _print(options)
     except Exception as error:
@@ -44,7 +49,8 @@ def _print(options: argparse.Namespace) -> None:
             "your own with --include_path"
         )
     for model in options.model:
-        arguments = {"pretrained": str(_folder(model))}
+        folder = _folder(model)
+        arguments = {"pretrained": str(folder)}
         if options.dtype:
             arguments["dtype"] = options.dtype
         found = simple_evaluate(
@@ -59,6 +65,28 @@ def _print(options: argparse.Namespace) -> None:
             print_page(json.dumps({"model": str(model), "tasks": found["results"]}, default=str))
         else:
             print_page(f"{model}\n{make_table(found)}")
+        record_results(folder.resolve(), found["results"])
+
+
+def record_results(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Append the results of an iteration's export to the metrics.jsonl of its run, if it is in
+    one."""
+    numbers = {
+        f"{task}/{name.removesuffix(',none')}": value
+        for task, found in results.items()
+        for name, value in found.items()
+        if isinstance(value, float)
+    }
+    for root in folder.parents[1:3]:  # export/1000, export/merged/1000
+        if folder.name.isdecimal() and (path := root / METRICS_FILE).is_file():
+            try:
+                file = MetricsFile(path)
+            except StorageError:  # the run of somebody else
+                print(f"{path} cannot be written and lacks these results", file=sys.stderr)
+            else:
+                now = round(time.time(), 3)
+                file.log({"phase": "tasks", "iteration": int(folder.name), "time": now, **numbers})
+                file.close()
 
 
 def _folder(model: Path) -> Path:

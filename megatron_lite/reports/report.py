@@ -18,7 +18,14 @@ from megatron_lite.config import JsonObject, Options, unflatten
 from megatron_lite.config.values import FLAGS, abridged
 from megatron_lite.errors import DataError, StorageError
 from megatron_lite.reports.charts import COLORS, SPEED, SPEEDS, page_data
-from megatron_lite.reports.watched_run import Curve, GrowingFile, WatchedRun, read_runs, title_of
+from megatron_lite.reports.watched_run import (
+    Curve,
+    GrowingFile,
+    Metrics,
+    WatchedRun,
+    read_runs,
+    title_of,
+)
 from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.progress_line import format_count, format_duration
 from megatron_lite.validation import defaults
@@ -198,6 +205,7 @@ def _sections(runs: Sequence[WatchedRun]) -> Iterator[str]:
     for run in runs:
         parts = [
             ("Samples", _samples(run.root)),
+            ("Tasks", _tasks(run.metrics)),
             ("Time", _timing(run)),
             ("Checkpoints and exports", _folders(run)),
             ("Warnings of the last start", _warnings(run)),
@@ -236,6 +244,16 @@ def _samples(root: Path) -> str:
         note = f"<small>iteration {escape(_number(record.get('iteration')))}</small>"
         parts.append(f'<div class="card sample">{note}<b>{escape(prompt)}</b>{escape(text)}</div>')
     return "".join(parts)
+
+
+def _tasks(metrics: Metrics) -> str:
+    """Return the last results of `evaluate --tasks`."""
+    rows = [
+        [name, f"{curve.iterations[-1]:,}", f"{curve.values[-1]:.4f}"]
+        for name in metrics.names("tasks")
+        if "/" in name and len(curve := metrics.curve("tasks", name))
+    ]
+    return _table(["", "iteration", "result"], rows)
 
 
 def _timing(run: WatchedRun) -> str:

@@ -230,7 +230,7 @@ class Metrics:
 
     def _begin(self, record: JsonObject, phase: str, iteration: int) -> None:
         """Record a new start of the run, and drop the records that it repeats."""
-        number = record.get("run", 0)
+        number = record.get("run")  # None in records of `evaluate --tasks`, which is no start
         if type(number) is not int or (self.starts and number == self.starts[-1].number):
             return
         if self.starts:
