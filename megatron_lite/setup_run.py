@@ -149,7 +149,7 @@ def _resolve(run: Run) -> tuple[Choice, JsonObject | None, RunTokenizer, tuple[N
     choice = _choose(run)
     began = distributed.broadcast_object(choice.began)
     distributed.progress.enter("the preparation of the data")
-    config = resolve_data(config, distributed, experiment.root, run.logger, began)
+    config, run.pinned = resolve_data(config, distributed, experiment.root, run.logger, began)
     tokenizer = together(distributed, lambda: run_tokenizer(config))
     config = changed(config, {"tokenizer_file": tokenizer.file})
     config = _choose_products(config, distributed)

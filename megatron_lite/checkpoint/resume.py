@@ -63,8 +63,8 @@ class Choice:
     @property
     def began(self) -> JsonObject | None:
         """The newest checkpoint's record of the data that the run was trained on
-        (`data.fingerprint.identity`), its `config`, `iteration` and `counts`; None before the first
-        iteration."""
+        (`data.fingerprint.identity`), its `config`, `iteration`, `counts` and commits (`pinned`);
+        None before the first iteration."""
         if self.newest is None or not self.newest[1].iteration:
             return None
         content = self.newest[1]
@@ -72,6 +72,7 @@ class Choice:
             "config": content.config,
             "iteration": content.iteration,
             "counts": counts_of(content),
+            "pinned": content.state.get("pinned", {}),
         }
         return {**content.state.get("data", {}), **facts}
 

@@ -109,6 +109,7 @@ RUN_STATE = {
     "evaluation_due?": bool,
     "origin?": JsonObject,  # see `huggingface.origin`
     "base?": str,  # see `frozen_base`
+    "pinned?": dict[str, str],  # see `remote_copy.pin_of`
     "history?": {"run": Digest, "changes": list[tuple[Count, Digest]]},
     "counts?": {
         # start, size and length of `schedules.batch_size.Segment`

@@ -25,7 +25,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.checkpoint.compatibility import FREE, Difference
 from megatron_lite.checkpoint.rotation import again
@@ -38,6 +38,9 @@ from megatron_lite.huggingface.architectures import check_exportable
 from megatron_lite.huggingface.rope_keys import ROPE_OPTIONS
 from megatron_lite.validation import examine
 from megatron_lite.validation.rules import Note
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpoint.manifest import Manifest
 
 # Options that only affect initial weights.
 INITIAL = frozenset(name for name in FREE if "init" in name)
@@ -81,8 +84,9 @@ def with_source(given: Options) -> tuple[Options, tuple[Note, ...]]:
         from megatron_lite.corpus.remote_copy import cache_of, local_copy
 
         cache = cache_of(typed.get("dataset_cache"), typed.get("experiment_dir"))
+        own = _own_manifest(typed)
         path = typed["pretrained_checkpoint_path"] = local_copy(
-            path, "pretrained_checkpoint_path", cache
+            path, "pretrained_checkpoint_path", cache, own[1].state.get("pinned", {}) if own else {}
         )
     loads = given.get("load_parts") != ("architecture",)
     if loads and given.get("resize_vocabulary") != "random":
@@ -226,16 +230,21 @@ def _stated(folder: Path, kind: str | None, weights: bool) -> Stated:
         raise CheckpointError(f"--pretrained_checkpoint_path: {error}") from None
 
 
-def _own_values(given: Options) -> Stated | None:
-    """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
+def _own_manifest(given: Options) -> tuple[Path, Manifest] | None:
+    """Return the folder and the manifest of the run's newest checkpoint, or None if none is
+    readable."""
     root = Path(given.get("experiment_dir") or "") / "checkpoints"
     # writing to the directory will report an error
     if not given.get("experiment_dir") or not os.path.isdir(root):
         return None
     from megatron_lite.checkpoint.resume import Choice, find
 
-    newest = Choice(tuple(find(root))).newest
-    if newest is None:
+    return Choice(tuple(find(root))).newest
+
+
+def _own_values(given: Options) -> Stated | None:
+    """Return the model of the run's newest checkpoint, or None if no checkpoint is readable."""
+    if (newest := _own_manifest(given)) is None:
         return None
     where, config = str(newest[0]), newest[1].config
     return Stated(

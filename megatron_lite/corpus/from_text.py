@@ -16,7 +16,7 @@ from megatron_lite.config.values import abridged, is_number
 from megatron_lite.corpus.inputs import bare_name, find_inputs, is_input
 from megatron_lite.corpus.prepare import CorpusOptions, describe_inputs, fingerprints_of, prepare
 from megatron_lite.corpus.prepared import is_complete, older_summary, stated
-from megatron_lite.corpus.remote_copy import cache_of, local_copy
+from megatron_lite.corpus.remote_copy import cache_of, local_copy, pin_of
 from megatron_lite.corpus.tokenizer_choice import TokenizerChoice
 from megatron_lite.data.disk_array import reading
 from megatron_lite.data.indexed_dataset import IndexedDataset
@@ -36,12 +36,12 @@ def resolve_data(
     root: Path | None,
     logger: logging.Logger,
     began: JsonObject | None = None,
-) -> Config:
+) -> tuple[Config, dict[str, str]]:
     """Replace text and lists in data paths by prefixes of pairs; rank 0 prepares what is missing.
 
     Adds the loss masks and the tokenizer named in the pairs' summaries, unless options name some,
-    and the data sets' tokens as weights, unless some are given. Collective; waits as long as it
-    takes.
+    and the data sets' tokens as weights, unless some are given. Also return the commits of what
+    comes from the hub, see `remote_copy.pin_of`. Collective; waits as long as it takes.
 
     Args:
         distributed: None in a command, which has no ranks.
@@ -52,13 +52,13 @@ def resolve_data(
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
     if config.data.dataset_source == "random":
-        return config
+        return config, {}
     cache = cache_of(config.data.dataset_cache, root)
-    found = rank_0_works(distributed, lambda: _resolved(config, cache, logger, began))
+    found, pinned = rank_0_works(distributed, lambda: _resolved(config, cache, logger, began))
     paths = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
     }
-    return changed(config, {"dataset_source": "list", **paths})
+    return changed(config, {"dataset_source": "list", **paths}), pinned
 
 
 def is_text(path: str) -> bool:
@@ -70,19 +70,32 @@ def is_text(path: str) -> bool:
 
 def _resolved(
     config: Config, cache: str | None, logger: logging.Logger, began: JsonObject | None
-) -> JsonObject:
-    """Return the words of each data and mask path, and the tokenizer's file, as local paths."""
-    begun = began["config"] if began else {}
+) -> tuple[JsonObject, dict[str, str]]:
+    """Return the words of each data and mask path, and the tokenizer's file, as local paths, and
+    the commits of those from the hub."""
+    begun: JsonObject = began["config"] if began else {}
+    pinned = dict(began.get("pinned", {})) if began else {}
     data, flags = config.data, (*PATH_FLAGS, "loss_mask")
+    copies = [config.source.pretrained_checkpoint_path or ""]
+
+    def copied(word: str, flag: str) -> str:
+        copies.append(local_copy(word, flag, cache, pinned))
+        return copies[-1]
+
     found: JsonObject = {
-        flag: [local_copy(word, flag, cache) for word in getattr(data, flag)] for flag in flags
+        flag: [copied(word, flag) for word in getattr(data, flag)] for flag in flags
     }
     if data.tokenizer_file not in (None, "none"):
-        found["tokenizer_file"] = local_copy(data.tokenizer_file, "tokenizer_file", cache)
+        found["tokenizer_file"] = copied(data.tokenizer_file, "tokenizer_file")
     if data.dataset_source == "file" and data.data_path:
-        found["data_path"] = [
-            local_copy(word, "data_path", cache) for word in read_list(Path(found["data_path"][0]))
-        ]
+        listed = read_list(Path(found["data_path"][0]))
+        found["data_path"] = [copied(word, "data_path") for word in listed]
+    for address, commit in [pair for copy in copies for pair in pin_of(copy).items()]:
+        if (kept := pinned.setdefault(address, commit)) != commit:
+            text = (
+                "this copy of %s is of hf://%s, but the run began with hf://%s; write that address"
+            )
+            logger.warning(text, address, commit, kept)
     for flag in PATH_FLAGS:
         texts = [path for _, path in weighted_paths(found[flag], flag) if is_text(path)]
         arguments = flag, config, found.get("tokenizer_file"), cache, logger
@@ -115,7 +128,7 @@ def _resolved(
         raise UsageError(
             "--fim_rate: loss masks do not fit rearranged documents; write --loss_mask=none"
         )
-    return found
+    return found, pinned
 
 
 def _weighted(

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_lite.config.structured_values import storage_address
@@ -23,9 +24,10 @@ from megatron_lite.run.durable_files import replace_file
 from megatron_lite.run.remote_storage import Storage, failure
 
 RECORD = "copied.json"  # in a copy's folder: the store's entry for each complete file
-# In the record of a copy from the hub, where no file's name begins so: the path with its commit, and
-# a mark that all files are there.
-PINNED, DONE = "/pinned", "/done"
+# In the record of a copy from the hub, where no file's name begins so: the address, the path with
+# its commit, and a mark that all files are there.
+ADDRESS, PINNED = "/address", "/pinned"
+DONE = "/done"
 # The same weights in formats that no run reads, beside safetensors.
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf")
 PAGES = (".html", ".htm")
@@ -40,12 +42,14 @@ def cache_of(chosen: str | None, experiment_dir: Path | str | None) -> str | Non
     )
 
 
-def local_copy(address: str, flag: str, cache: str | None) -> str:
+def local_copy(
+    address: str, flag: str, cache: str | None, pinned: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return the path of a copy of an address: a file, a folder, a pattern's files, or a prefix's
     pair and its companions.
 
     A local path is returned, without `file://`. An interrupted copy continues at the byte where it
-    stopped.
+    stopped. pinned: see `pin_of`; the run's commits, whatever the cache keeps.
 
     Raises:
         UsageError: for an address without a place (cache), or without the store's package.
@@ -63,14 +67,16 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
         )
     get_logger().info("asking for %s", address)
     storage = Storage(address, flag)
-    folder = Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
+    folder, kept = _folder(cache, address), pinned.get(address)
+    if kept is not None and read_object(folder / RECORD).get(PINNED) != kept:
+        folder = _folder(cache, f"hf://{kept}")  # the commit of another run may be in the other
     try:
         with held(
             folder,
             lambda: get_logger().info("waiting for another process, which copies %s", address),
         ):
             is_hub = address.startswith("hf://")
-            there = _pinned(storage, folder) if is_hub else storage.path
+            there = _pinned(storage, folder, address, kept) if is_hub else storage.path
             pattern = re.search(r"[*?\[{]", there)
             begin = there[: pattern.start()] if pattern else there.rstrip("/")
             base, _, name = begin.rpartition("/")
@@ -92,21 +98,35 @@ def local_copy(address: str, flag: str, cache: str | None) -> str:
                 files = {n: told for n, told in files.items() if not n.endswith(OTHER_WEIGHTS)}
             num_bytes = _copy(storage, base, files, folder)
             if is_hub:
-                _record(folder, DONE, True)
+                _keep(folder, read_object(folder / RECORD) | {DONE: True})
     except RunError:
         raise
     except Exception as error:
-        raise DataError(f"--{flag}={address}: {failure(error)}") from None
+        began = "" if kept is None else f"; this run began with hf://{kept}"
+        raise DataError(f"--{flag}={address}: {failure(error)}{began}") from None
     get_logger().info(
         "copied %s to %s: %.1f MB of %d files", address, folder, num_bytes / 1e6, len(files)
     )
     return str(copy)
 
 
-def _pinned(storage: Storage, folder: Path) -> str:
+def pin_of(copy: str) -> dict[str, str]:
+    """Return the address of a copy from the hub with its path there, which names the commit; {} of
+    anything else."""
+    folders = Path(copy).parent, Path(copy)  # the second of a pattern
+    records = [read_object(folder / RECORD) for folder in folders]
+    return next(({one[ADDRESS]: one[PINNED]} for one in records if ADDRESS in one), {})
+
+
+def _folder(cache: str, address: str) -> Path:
+    return Path(cache, hashlib.blake2b(address.encode(), digest_size=8).hexdigest())
+
+
+def _pinned(storage: Storage, folder: Path, address: str, kept: str | None) -> str:
     """Return a path on the Hugging Face hub with the commit of its first copy, so that later starts
-    read the same files, whatever was pushed since."""
-    if (pinned := read_object(folder / RECORD).get(PINNED)) is None:
+    read the same files, whatever was pushed since. kept: by the run."""
+    record = read_object(folder / RECORD)
+    if (pinned := record.get(PINNED, kept)) is None:
         from huggingface_hub import HfApi
 
         place = storage.system.resolve_path(storage.path)
@@ -114,7 +134,8 @@ def _pinned(storage: Storage, folder: Path) -> str:
         found = api.repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision)
         kind = "" if place.repo_type == "model" else f"{place.repo_type}s/"
         pinned = f"{kind}{place.repo_id}@{found.sha}/{place.path_in_repo}".rstrip("/")
-        _record(folder, PINNED, pinned)
+    if ADDRESS not in record:
+        _keep(folder, record | {ADDRESS: address, PINNED: pinned})
     get_logger().info("hf://%s is the commit that this cache keeps", pinned)
     return str(pinned)
 
@@ -122,14 +143,10 @@ def _pinned(storage: Storage, folder: Path) -> str:
 def _is_complete(folder: Path) -> bool:
     """Return whether a copy from the hub has every file, so that it needs no network."""
     record = read_object(folder / RECORD)
-    files = {folder / name: told for name, told in record.items() if name not in (PINNED, DONE)}
+    files = {folder / name: told for name, told in record.items() if not name.startswith("/")}
     return DONE in record and all(
         path.is_file() and path.stat().st_size == told[0] for path, told in files.items()
     )
-
-
-def _record(folder: Path, name: str, value: object) -> None:
-    _keep(folder, read_object(folder / RECORD) | {name: value})
 
 
 def _keep(folder: Path, record: Mapping[str, object]) -> None:

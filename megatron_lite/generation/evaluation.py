@@ -75,7 +75,7 @@ def open_samples(
         "validation_iters": 1 if options.samples else "all",
     }
     began = None if options.seed is None else {"config": values}  # by an earlier version
-    config = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
+    config, _ = resolve_data(resolve(unflatten(values), 1), None, None, get_logger(), began)
     _check_tokenizer(prefixes(vars(config.data)), model, tokenizer)
     return open_data(config, 0, 1, began)
 

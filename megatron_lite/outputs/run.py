@@ -10,7 +10,7 @@ from megatron_lite.config.training import PATH_FLAGS
 if TYPE_CHECKING:
     import logging
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from megatron_lite.checkpoint.history import History
@@ -61,6 +61,7 @@ class Run:
     profiles: Profiles | None  # None without --profile_cpu, --profile_cuda and --profile_schedule
     optimizer: Optimizer
     window: LogWindow
+    pinned: Mapping[str, str]  # commits on the Hugging Face hub, see `remote_copy.pin_of`
     base: str = ""  # digest of the model whose adapters are trained; see `frozen_base`
     resumed: Resumed  # where this start began
     iteration: int  # completed iterations

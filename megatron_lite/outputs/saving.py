@@ -99,6 +99,7 @@ def _new_save(run: Run, root: Path, evaluation_due: bool = False) -> Save:
         **run.history.state(),
         **({"origin": run.resumed.origin} if run.resumed.origin else {}),
         **({"base": run.base} if run.base else {}),
+        **({"pinned": run.pinned} if run.pinned else {}),
     }
     return Save(
         root, run.iteration, run.model, state, run.config, run.distributed, run.experiment.check

@@ -152,4 +152,5 @@ def test_the_data_with_which_a_run_began(tmp_path: Path) -> None:
         if found is not None and began is not None:
             assert found.pop("config")["num_layers"] >= 1
             began |= {"counts": {"stages": [(0, 0, 0)], "sets": []}, "iteration": iteration}
+            began |= {"pinned": {}}
         assert found == began

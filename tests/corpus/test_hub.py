@@ -1,11 +1,14 @@
 """hf:// names: the library's own file system against a hub on the loopback device."""
 
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_lite.corpus.remote_copy import local_copy
+from megatron_lite.corpus.remote_copy import local_copy, pin_of
 from megatron_lite.errors import DataError
 from tests.support.hub_server import Hub
 from tests.support.launch import TINY, succeed
@@ -67,6 +70,32 @@ def test_the_first_commit_stays_and_needs_no_network(hub: Hub, tmp_path: Path) -
     assert local_copy("hf://me/m", "data_path", here) == copy and hub.requests == asked
 
 
+@pytest.mark.parametrize("inside", ["data", "data/*.txt"])
+def test_a_run_keeps_its_commits(hub: Hub, tmp_path: Path, inside: str) -> None:
+    """On a machine without the copy, and beside the copy of another run; a commit that the hub no
+    longer has is named."""
+    first = hub.push("datasets", "me/texts", TEXTS)
+    address = f"hf://datasets/me/texts/{inside}"
+    full, empty, taken, late = (str(tmp_path / name) for name in ("full", "empty", "taken", "late"))
+    copy = local_copy(address, "data_path", full)
+    kept = pin_of(copy)
+    assert kept == {address: f"datasets/me/texts@{first}/{inside}"}
+    hub.push("datasets", "me/texts", {"data/a.txt": b"other"})
+    other = contents(local_copy(address, "data_path", taken))
+    for cache in (empty, taken):
+        again = local_copy(address, "data_path", cache, kept)
+        assert contents(again) == contents(copy) != other
+        assert pin_of(again) == kept
+        asked = hub.requests
+        assert local_copy(address, "data_path", cache, kept) == again and hub.requests == asked
+    assert local_copy(address, "data_path", full, kept) == copy
+    hub.forget("datasets", "me/texts", first)
+    library.HfFileSystem.clear_instance_cache()
+    named = f"(revision not found); this run began with hf://{kept[address]}"
+    with pytest.raises(DataError, match=re.escape(named)):
+        local_copy(address, "data_path", late, kept)
+
+
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     """Neither a repository nor a file."""
     hub.push("datasets", "me/texts", TEXTS)
@@ -77,11 +106,12 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_from_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model and texts by name; the second start is offline."""
+    """A model and texts by name; the second start is offline, and a resume with another cache reads
+    the commits of the checkpoint."""
     succeed([*TINY, f"--experiment_dir={tmp_path}/r", "--export_interval=1"])
     export = next((tmp_path / "r" / "export").iterdir())
-    hub.push("models", "me/m", contents(export))
-    hub.push("datasets", "me/texts", TEXTS)
+    model = hub.push("models", "me/m", contents(export))
+    texts = hub.push("datasets", "me/texts", TEXTS)
     monkeypatch.setenv("HF_ENDPOINT", hub.address)
     flags = "--data_path=hf://datasets/me/texts/data --tokenizer_file=byte --train_iters=2 --sequence_length=16"
     command = [*flags.split(), "--pretrained_checkpoint_path=hf://me/m", "--device=cpu"]
@@ -91,3 +121,17 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (asked := hub.requests)
     succeed([*command, f"--experiment_dir={tmp_path}/two"])
     assert hub.requests == asked
+    commits = texts, model
+    texts = hub.push("datasets", "me/texts", {"data/a.txt": b"other"})
+    model = hub.push("models", "me/m", {"config.json": b"{}"})
+    shutil.rmtree(tmp_path / "cache")
+    elsewhere = [*command, "--train_iters=4", f"--experiment_dir={tmp_path}/one"]
+    assert "resumed from" in succeed(elsewhere).stdouts[0]
+    saved = json.loads((tmp_path / "one/checkpoints/4/manifest.json").read_text())["state"][
+        "pinned"
+    ]
+    names = ("hf://datasets/me/texts/data", "hf://me/m")
+    assert saved == dict(
+        zip(names, (f"datasets/me/texts@{commits[0]}/data", f"me/m@{commits[1]}"), strict=True)
+    )
+    assert texts != commits[0] and model != commits[1]

@@ -42,7 +42,7 @@ def values(prefixes: tuple[str, ...], **more: Any) -> Config:
 
 
 def resolved(distributed: Distributed, config: Config, began: dict[str, Any] | None) -> Config:
-    return resolve_data(config, distributed, None, logging.getLogger("megatron_lite"), began)
+    return resolve_data(config, distributed, None, logging.getLogger("megatron_lite"), began)[0]
 
 
 def words(

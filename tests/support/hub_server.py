@@ -53,6 +53,11 @@ class Hub:
         commits.append((commit, files))
         return commit
 
+    def forget(self, kind: str, name: str, commit: str) -> None:
+        """Remove a commit, as a squashed history does."""
+        commits = self._commits[kind, name]
+        commits[:] = [one for one in commits if one[0] != commit]
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -68,7 +73,8 @@ class Hub:
         _, kind, owner, name, *rest = parts
         what, revision, *inside = [*rest, "", "main"][:2] + rest[2:]
         if (found := self._at(kind, f"{owner}/{name}", revision)) is None:
-            return b"{}", 404, {"X-Error-Code": "RepoNotFound"}
+            known = (kind, f"{owner}/{name}") in self._commits
+            return b"{}", 404, {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"}
         commit, files = found
         if what != "tree":
             return _json({"id": f"{owner}/{name}", "sha": commit, "siblings": [], "tags": []})
