@@ -114,9 +114,9 @@ class Run:
 
     @property
     def shown_config(self) -> Config:
-        """The configuration for people: with data paths as typed, not as cached."""
+        """The configuration for people: with data paths as typed, not as cached, and the
+        --skip_samples of earlier starts, too."""
         names = ("dataset_source", *PATH_FLAGS, "loss_mask", "tokenizer_file")
-        return changed(
-            self.config,
-            {name: value for name in names if (value := getattr(self.asked.data, name))},
-        )
+        typed = {name: value for name in names if (value := getattr(self.asked.data, name))}
+        skipped = tuple(str(self.data.counts.skipped).split())
+        return changed(self.config, {**typed, "skip_samples": skipped})

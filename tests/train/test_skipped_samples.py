@@ -15,7 +15,7 @@ from megatron_lite.data.open_data import open_data
 from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
-from tests.support.harness import TINY, run_distributed, tiny_config
+from tests.support.harness import TINY, run_distributed, tiny_config, train_whole
 from tests.support.metrics import read_metrics
 from tests.support.token_files import write_counting, write_documents
 from tests.train.test_counts import RUN, train_run
@@ -89,6 +89,12 @@ def test_samples_that_no_checkpoint_precedes(tmp_path: Path) -> None:
         Counts(config, {**began, "counts": {**began["counts"], "skipped": ()}})
 
 
+def shown(distributed: Any, options: dict[str, Any]) -> tuple[str, ...]:
+    """Train; return --skip_samples in config.json."""
+    config = tiny_config(distributed.world_size, **options)
+    return train_whole(distributed, config).shown_config.data.skip_samples
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_as_if_its_data_lacked_the_samples(tmp_path: Path, ranks: int) -> None:
     """After going back, and at the next start, with or without the option."""
@@ -112,7 +118,10 @@ def test_a_run_goes_on_as_if_its_data_lacked_the_samples(tmp_path: Path, ranks: 
     again = here | skip | dict(resume_iteration=2)
     run_distributed(ranks, train_run, again | dict(train_iters=5))
     run_distributed(ranks, train_run, again | dict(train_iters=6))  # goes on from 5
-    run_distributed(ranks, train_run, here | dict(train_iters=8))  # keeps the range
+    # keeps the range, and says so
+    assert (
+        run_distributed(ranks, shown, here | dict(train_iters=8)) == [skip["skip_samples"]] * ranks
+    )
     run_distributed(ranks, train_run, oracle | dict(train_iters=8))
     lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("r", "oracle")]
     losses = [[line["loss"] for line in some if line.get("phase") == "training"] for some in lines]
