@@ -8,6 +8,7 @@ import math
 from megatron_lite.config import Config, JsonObject, changed
 from megatron_lite.data.counts import Counts
 from megatron_lite.data.open_data import samples_of_epoch
+from megatron_lite.errors import UsageError
 from megatron_lite.validation import resolve
 from megatron_lite.validation.rules import Note
 
@@ -20,7 +21,8 @@ def with_length(
 
     config: resolved, with pairs as data. asked: as typed. began: see `Choice.began`.
 
-    Raises: DataError like `open_data`; UsageError if the schedule does not fit the iterations.
+    Raises: DataError like `open_data`; UsageError if the schedule does not fit the iterations, or
+        --skip_samples leaves none.
     """
     training = config.training
     counts = Counts(config, began)
@@ -32,8 +34,13 @@ def with_length(
         goal = f"--epochs={training.epochs:g}, of {samples:,} samples each"
     if tokens is None:
         return config, ()
+    if not tokens:
+        raise UsageError(f"{goal}: --skip_samples={counts.skipped} leaves none; write more epochs")
     iterations = counts.iterations_of(tokens)
-    found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
+    try:
+        found = resolve(changed(asked, {"train_iters": iterations}), world_size, nodes=0)
+    except UsageError as error:
+        raise UsageError(f"{goal}: {error}") from None
     derived = {
         **vars(found.learning_rate),
         "train_iters": iterations,

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_lite.config import Config, JsonObject
 from megatron_lite.config.structured_values import sample_ranges
+from megatron_lite.config.values import written
 from megatron_lite.data.blending import Blend, Concatenation
 from megatron_lite.data.skipped import Skipped
 from megatron_lite.errors import UsageError
@@ -119,20 +120,21 @@ class Counts:
         Raises: UsageError, which names the data set read most often, and how many iterations are
         allowed.
         """
-        limit, iterations = self._config.data.max_epochs, self._config.training.train_iters
+        limit, training = self._config.data.max_epochs, self._config.training
+        iterations = training.train_iters
         epochs = self.epochs(iterations)
-        if (
-            limit is None
-            or max(epochs) <= limit
-            or (self._config.training.epochs or math.inf) <= limit
-        ):
+        if limit is None or max(epochs) <= limit or (training.epochs or math.inf) <= limit:
             return
         refused = bisect.bisect_right(
             range(iterations), float(limit), key=lambda count: max(self.epochs(count))
         )
+        typed, fewer = f"--train_iters={iterations}", f"--train_iters={refused - 1} or less"
+        for name in ("epochs", "train_tokens"):
+            if (length := getattr(training, name)) is not None:
+                typed, fewer = f"--{name}={written(length)}", f"a smaller --{name}"
         raise UsageError(
-            f"--max_epochs={limit}, --train_iters={iterations}: {prefixes[epochs.index(max(epochs))]} would be read "
-            f"{max(epochs):.4g} times; write --train_iters={refused - 1} or less, a larger --max_epochs, or add data"
+            f"--max_epochs={limit}, {typed}: {prefixes[epochs.index(max(epochs))]} would be read "
+            f"{max(epochs):.4g} times; write {fewer}, a larger --max_epochs, or add data"
         )
 
     def state(self, iterations: int) -> dict[str, Any]:

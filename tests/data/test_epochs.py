@@ -64,6 +64,8 @@ def test_the_limit(prefixes: tuple[str, str]) -> None:
     open_data(config(*prefixes, train_iters=20, max_epochs=2), 0, 1)
     with pytest.raises(UsageError, match="--train_iters=20 or less"):
         open_data(config(*prefixes, train_iters=21, max_epochs=2), 0, 1)
+    with pytest.raises(UsageError, match="--train_tokens=999: .* write a smaller --train_tokens,"):
+        open_data(config(*prefixes, train_iters=21, train_tokens=999, max_epochs=2), 0, 1)
 
 
 def test_weights_change_at_their_iterations(prefixes: tuple[str, str]) -> None:

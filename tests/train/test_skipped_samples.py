@@ -70,13 +70,21 @@ def test_samples_and_counts_of_a_blend(tmp_path: Path) -> None:
 
 
 def test_an_epoch_is_shorter(tmp_path: Path) -> None:
-    """Samples left out count as read, but not those beyond the epochs."""
+    """Samples left out count as read, but not those beyond the epochs; errors name the epochs."""
     path = write_counting(tmp_path / "a", [LENGTH * 40 + 1])
-    for ranges, iterations in (((), 10), (("4-11", "100-200"), 8)):
-        options = OPTIONS | dict(data_path=(path,), epochs=1.0, skip_samples=ranges)
+
+    def iterations(ranges: tuple[str, ...], epochs: float = 1.0) -> int:
+        options = OPTIONS | dict(data_path=(path,), epochs=epochs, skip_samples=ranges)
         asked = unflatten(TINY | options | dict(export_interval=None, checkpoint_interval=None))
-        config, _ = with_length(resolve(asked, 1), asked, None, 1)
-        assert config.training.train_iters == iterations
+        return with_length(resolve(asked, 1), asked, None, 1)[0].training.train_iters
+
+    assert iterations(()) == 10 and iterations(("4-11", "100-200")) == 8
+    with pytest.raises(UsageError, match=r"^--epochs=1, .* --skip_samples=0-50 leaves none"):
+        iterations(("0-50",))
+    with pytest.raises(
+        UsageError, match=r"^--epochs=1e\+30, of 40 samples each: .*2\*\*62 samples"
+    ):
+        iterations((), 1e30)
 
 
 def test_samples_that_no_checkpoint_precedes(tmp_path: Path) -> None:
