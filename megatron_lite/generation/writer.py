@@ -89,6 +89,11 @@ class Page:
         self._print(text, "\n")
         self._printed, self._at = "", 0.0
 
+    def cut(self) -> None:
+        """End the line of a text that does not go on."""
+        if self._printed and not self._printed.endswith("\n"):
+            print_page("")
+
     def _print(self, text: str, end: str) -> None:
         if text.startswith(self._printed):
             print_page(text[len(self._printed) :], end)
@@ -218,6 +223,7 @@ def print_texts(options: argparse.Namespace, gpu_batch_size: int) -> int:
                 print(f"NOTE: text {index + 1} ends at {length}", file=sys.stderr)
             index += 1
     except Exception as error:
+        page.cut()
         return print_failure(
             error, "write a smaller --batch_size or --max_new_tokens, or --dtype=bf16"
         )

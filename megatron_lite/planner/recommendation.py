@@ -181,7 +181,12 @@ def _table(search: Search, layouts: Sequence[Layout], best: Layout) -> Iterator[
         *(("*" * (layout is best), *_cells(layout)) for layout in shown),
     ]
     yield from aligned(rows, ())
-    for line in [*search.speeds_of(best.config).assumptions, *_other_threads(search, best.config)]:
+    found = [*search.speeds_of(best.config).assumptions, *_other_threads(search, best.config)]
+    if search.is_over:
+        found.append(
+            f"others may be faster: the search was cut after {SEARCH_S:g} s of processor time"
+        )
+    for line in found:
         yield from wrapped(f"  {line}")
 
 

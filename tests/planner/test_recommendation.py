@@ -289,6 +289,16 @@ def test_products_in_8_bits_are_planned_at_twice_the_speed_of_16() -> None:
     assert times["a100", "none"] < times["a100", "tensorwise"]
 
 
+def test_a_search_that_was_cut_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = "others may be faster: the search was cut after 8 s of processor time"
+    monkeypatch.setattr(search, "SEARCH_S", 600.0)
+    assert cut not in small_page(capsys)
+    monkeypatch.setattr(search, "SEARCH_S", 0.0)
+    assert cut in small_page(capsys)
+
+
 def test_rows_differ(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout as asked stands in the table once, also where the search finds the same."""
     for more in ("--world_size=auto", "--world_size=4 --micro_batch_size=4 --zero_stage=2"):

@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from megatron_lite.commands import generate as script
 from megatron_lite.distributed.process_group import Distributed
+from megatron_lite.errors import OutOfMemoryError
 from megatron_lite.generation import writer
 from tests.support.harness import run_distributed, tiny_config, train_whole
 from tests.support.token_files import save_byte_tokenizer
@@ -114,6 +115,25 @@ def test_texts_are_printed_as_they_grow(
     assert code == 0 and call(*options)[:2] == (0, at_once)
     assert at_once == "".join(pieces) == "".join(slow)
     assert len(pieces) > 10 and pieces[0].startswith("--- 1 ---\nab")
+
+
+def test_an_error_has_a_line_of_its_own(
+    export: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a text has begun, its line ends first."""
+    done = iter([False, False, False])
+    monkeypatch.setattr(writer, "SHOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(writer.Continuations, "stopped", lambda *_: _fails(done))
+    code, out, error = call("--model", export, "--prompt=Once upon", "--temperature=0")
+    assert (code, error) == (7, "ERROR: no memory\n") and out.startswith("Once upon")
+    assert out.endswith("\n") and not out.endswith("\n\n")
+
+
+def _fails(done: Iterator[bool]) -> bool:
+    """Return the next value, as long as there is one."""
+    for value in done:
+        return value
+    raise OutOfMemoryError("no memory")
 
 
 def test_a_text_that_changes_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
