@@ -30,7 +30,7 @@ from megatron_lite.run.launcher_watch import LauncherWatch
 if __name__ == "__main__":
     launcher_watch = LauncherWatch()  # before anything that takes time
 
-from megatron_lite.checkpoint.names import is_folder, newest_before, read_bytes
+from megatron_lite.checkpoint.names import is_folder, newest_before
 from megatron_lite.checkpoint.saved_state import check_options, with_current_names
 from megatron_lite.config import CheckpointConfig, Config, RunConfig, unflatten
 from megatron_lite.config.values import FLAGS
@@ -43,6 +43,7 @@ from megatron_lite.pretrain import close, opened
 from megatron_lite.run.exit_status import print_failure
 from megatron_lite.run.host import prepare_libraries
 from megatron_lite.run.launch import launch_rank, launch_world_size
+from megatron_lite.run.regular_files import read_bytes
 from megatron_lite.train import train_step
 
 LEVEL = 6  # mean, deviation and 8 samples of each tensor

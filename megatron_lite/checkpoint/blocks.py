@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from megatron_lite.checkpoint.decoding import PositiveCount, Rule
-from megatron_lite.checkpoint.names import open_regular, reason
+from megatron_lite.checkpoint.names import reason
 from megatron_lite.errors import DamagedError, shorten
+from megatron_lite.run.regular_files import open_regular
 from megatron_lite.tiles import Tile
 
 try:  # the same sums in a tenth of the time

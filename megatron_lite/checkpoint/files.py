@@ -31,11 +31,12 @@ from megatron_lite.checkpoint.blocks import (
     SavedFile,
     crc32,
 )
-from megatron_lite.checkpoint.names import OUR_FILE, open_regular, reason, work_folders, work_path
+from megatron_lite.checkpoint.names import OUR_FILE, reason, work_folders, work_path
 from megatron_lite.checkpoint.rotation import pinned
 from megatron_lite.errors import DamagedError
 from megatron_lite.parameter import SAFETENSORS_NAMES
 from megatron_lite.run.durable_files import sync_folder
+from megatron_lite.run.regular_files import open_regular
 
 logger = logging.getLogger("megatron_lite")
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from megatron_lite.checkpoint import manifest
 from megatron_lite.checkpoint.blocks import Slice, check_blocks
 from megatron_lite.checkpoint.manifest import Manifest
-from megatron_lite.checkpoint.names import OUR_FILE, open_regular, parse_json, rank_file, reason
+from megatron_lite.checkpoint.names import OUR_FILE, parse_json, rank_file, reason
 from megatron_lite.errors import DamagedError
 from megatron_lite.run.progress_line import ByteProgress
+from megatron_lite.run.regular_files import open_regular
 
 LARGEST_HEADER_BYTES = 2**27  # of a rank's file
 

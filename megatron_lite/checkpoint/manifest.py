@@ -45,19 +45,13 @@ from typing import Annotated, Any
 
 from megatron_lite.checkpoint.blocks import SavedFile, Slice
 from megatron_lite.checkpoint.decoding import Count, PositiveCount, Rule, decode
-from megatron_lite.checkpoint.names import (
-    A_LINK,
-    MANIFEST_NAME,
-    RANK_FILE,
-    parse_json,
-    read_bytes,
-    reason,
-)
+from megatron_lite.checkpoint.names import MANIFEST_NAME, RANK_FILE, parse_json, reason
 from megatron_lite.checkpoint.saved_state import RUN_STATE, check_options, with_current_names
 from megatron_lite.config import JsonObject
 from megatron_lite.config.dimensions import OF_A_SAMPLE, RankGrid, ranks_per_sample
 from megatron_lite.config.system import DTYPES
 from megatron_lite.errors import DamagedError
+from megatron_lite.run.regular_files import A_LINK, read_bytes
 
 FORMAT = "megatron_lite_checkpoint"
 VERSION = 6

@@ -8,8 +8,6 @@ older folder, and is deleted as `.trash-<name>-<nonce>`.
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import json
 import os
 import re
@@ -28,7 +26,6 @@ OUR_FILE = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(vocab|merges)\.txt|chat_template\.jinja|tokenizer\.model"
 )
-A_LINK = "a symbolic link, which is not followed here"
 _ITERATION = re.compile(r"0|[1-9][0-9]{0,17}")
 _WORK_NAME = re.compile(r"\.(tmp|ready|trash)-([^/]+)-([0-9a-f]{16})")
 
@@ -116,41 +113,6 @@ def is_folder(path: Path) -> bool:
 def has_only_our_files(folder: Path) -> bool:
     """Return whether a folder contains only files of checkpoints and exports."""
     return is_folder(folder) and all(OUR_FILE.fullmatch(path.name) for path in folder.iterdir())
-
-
-def open_regular(path: Path, follow_links: bool = False) -> io.FileIO:
-    """Open a regular file for unbuffered reading; never blocks, not even on a pipe.
-
-    follow_links: allow a symbolic link, as in the cache of the Hugging Face hub.
-
-    Raises:
-        OSError: if the file cannot be opened or is not a regular file.
-    """
-    no_links = 0 if follow_links else os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | no_links)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow_links:
-            raise OSError(errno.ELOOP, A_LINK, str(path)) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return io.FileIO(descriptor)
-
-
-def read_bytes(path: Path, limit_bytes: int, follow_links: bool = False) -> bytes:
-    """Read a regular file; see `open_regular`.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is larger than `limit_bytes`.
-    """
-    with open_regular(path, follow_links) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit_bytes:
-            raise ValueError(f"{size:,} bytes, at most {limit_bytes:,} are read")
-        return file.readall()
 
 
 def parse_json(data: str | bytes) -> Any:

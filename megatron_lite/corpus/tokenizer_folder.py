@@ -20,6 +20,7 @@ from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.corpus.confined import Limits, confined, end_process
 from megatron_lite.data.tokenizing import (
     ADDED,
+    BESIDE,
     CONFIG_NAME,
     PLAIN_CLASSES,
     SPECIAL_MAP,
@@ -67,6 +68,8 @@ def effective(path: str) -> TokenizerFiles:
         states; UsageError if that takes transformers, which is not installed.
     """
     said, folder = read_files(path), Path(path).parent
+    if Path(path).name == "tokenizer.json":
+        _refuse_pipes(folder)
     library = read_tokenizer_file(path, said.tokenizer)
     added = {
         entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])
@@ -124,6 +127,14 @@ def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
         if (ours := own.encode(text, template=True)) != theirs
     )
     return next(different, "")
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """Refuse a file of a tokenizer for which transformers would wait for ever."""
+    for name in ("config.json", CONFIG_NAME, *BESIDE):
+        for file in folder.glob(name):
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise DataError(f"{file}: not a regular file; replace it by one, or remove it")
 
 
 def _says_more(folder: Path, added: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.disk_array import reading, replace_file
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.run.regular_files import open_regular, read_bytes
 
 SMALLEST_VOCABULARY = 257  # bytes and the end of a document
 LARGEST_VOCABULARY = 2**24  # of a tokenizer trained here; more than any text can fill
@@ -364,8 +365,8 @@ def tokenizer_json(path: str | Path) -> bytes:
         )
     if path.is_dir():
         raise DataError(f"{path}: is a folder; give the tokenizer.json in it")
-    with reading(path):
-        return path.read_bytes()
+    with reading(path), open_regular(path, follow_links=True) as file:
+        return file.readall()
 
 
 def read_tokenizer_file(path: str | Path, content: bytes | None = None) -> Any:
@@ -386,9 +387,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file contains none, cannot be read or is larger than
     LARGEST_OBJECT_BYTES."""
     try:
-        if path.stat().st_size > LARGEST_OBJECT_BYTES:
-            return {}
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(path, LARGEST_OBJECT_BYTES, follow_links=True).decode())
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -35,6 +35,7 @@ from megatron_lite.huggingface.weight_map import MappedRows, pieces
 from megatron_lite.model.adapters import A, B, LinearMap, adapters_of, is_of_adapter, maps_of
 from megatron_lite.model.gpt import build_gpt, linear_layers
 from megatron_lite.model.parameter_patterns import by_block
+from megatron_lite.run.regular_files import open_regular
 from megatron_lite.zero.multi_stage import MultiStage
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -326,6 +327,8 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
 
 def _opened(folder: Path) -> safe_open:
     try:
+        # the library would wait for a pipe
+        open_regular(folder / WEIGHTS_NAME, follow_links=True).close()
         return safe_open(str(folder / WEIGHTS_NAME), framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

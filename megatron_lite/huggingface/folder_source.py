@@ -16,7 +16,7 @@ from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.blocks import Slice
 from megatron_lite.checkpoint.compatibility import FREE
 from megatron_lite.checkpoint.decoding import decode
-from megatron_lite.checkpoint.names import open_regular, parse_json
+from megatron_lite.checkpoint.names import parse_json
 from megatron_lite.checkpoint.reading import read_overlap
 from megatron_lite.checkpoint.saved_state import TRAINING
 from megatron_lite.config import ModelConfig
@@ -35,6 +35,7 @@ from megatron_lite.huggingface.weight_map import (
 )
 from megatron_lite.huggingface.weight_source import Shapes, WeightSource
 from megatron_lite.parameter import DTYPES, SAFETENSORS_NAMES
+from megatron_lite.run.regular_files import open_regular
 from megatron_lite.tiles import Tile, overlaps
 
 # Dtypes that can become weights. Files may also contain masks and counters.

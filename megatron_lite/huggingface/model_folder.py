@@ -17,18 +17,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_lite.checkpoint.compatibility import with_tuples
-from megatron_lite.checkpoint.names import (
-    MANIFEST_NAME,
-    find_checkpoints,
-    parse_json,
-    read_bytes,
-    reason,
-)
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, parse_json, reason
 from megatron_lite.config import BatchConfig, Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.training import MODEL_TYPES
 from megatron_lite.config.values import FLAGS
 from megatron_lite.errors import CheckpointError, shorten
 from megatron_lite.huggingface.config_file import model_values, text_part
+from megatron_lite.run.regular_files import read_bytes
 from megatron_lite.validation import examine
 
 KINDS = ("huggingface", "distributed")

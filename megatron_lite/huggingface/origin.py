@@ -11,8 +11,10 @@ from typing import Any
 
 from megatron_lite.data.tokenizing import read_object
 from megatron_lite.huggingface.config_file import text_part
+from megatron_lite.run.regular_files import read_bytes
 
 GENERATION_NAME, CARD_NAME = "generation_config.json", "README.md"
+LARGEST_CARD_BYTES = 2**22
 UNCHOSEN = "license: other\nlicense_name: choose-a-license"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KEPT = re.compile(
@@ -25,7 +27,8 @@ def read_origin(folder: Path) -> dict[str, Any]:
     of its `card`."""
     content, header = text_part(read_object(folder / "config.json")), ""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        header = (folder / CARD_NAME).read_text("utf-8").split("---\n")[1].replace(UNCHOSEN, "")
+        card = read_bytes(folder / CARD_NAME, LARGEST_CARD_BYTES, follow_links=True).decode()
+        header = card.replace("\r\n", "\n").split("---\n")[1].replace(UNCHOSEN, "")
     ids = {key: content[key] for key in _IDS if key in content}
     return {
         "ids": ids,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.names import newest_before, parse_json, read_bytes
+from megatron_lite.checkpoint.names import newest_before, parse_json
 from megatron_lite.config import JsonObject, flatten
 from megatron_lite.config.dimensions import DATA, SAMPLES
 from megatron_lite.distributed.agreement import together
@@ -28,6 +28,7 @@ from megatron_lite.optimizer.bad_steps import BadStep
 from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.step_inputs import counted_labels, step_inputs
 from megatron_lite.run.durable_files import replace_file
+from megatron_lite.run.regular_files import read_bytes
 from megatron_lite.schedules.batch_size import batch_schedule
 from megatron_lite.seeds import dropout_seed
 from megatron_lite.zero.finite import not_finite

@@ -24,18 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.checkpoint.names import (
-    MANIFEST_NAME,
-    find_checkpoints,
-    no_folder,
-    parse_json,
-    read_bytes,
-)
+from megatron_lite.checkpoint.names import MANIFEST_NAME, find_checkpoints, no_folder, parse_json
 from megatron_lite.config import JsonObject
 from megatron_lite.errors import DataError
 from megatron_lite.run.exit_status import EXIT_FILE, METRICS_FILE
 from megatron_lite.run.experiment import LOCK_FILE, newest_run
 from megatron_lite.run.progress_line import printable
+from megatron_lite.run.regular_files import read_bytes
 
 CHUNK_BYTES = 2**24
 LONGEST_LINE_BYTES = 2**20  # longer lines are no records of ours

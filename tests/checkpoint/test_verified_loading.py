@@ -158,7 +158,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
                 ).extend(range(start, start + count))
             return count
 
-    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Counting)
+    monkeypatch.setattr("megatron_lite.run.regular_files.io.FileIO", Counting)
     return found
 
 
@@ -261,7 +261,7 @@ def test_a_wrong_bit_of_any_read_is_found(
                         buffer[count // 2] ^= 4
             return count
 
-    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Flaky)
+    monkeypatch.setattr("megatron_lite.run.regular_files.io.FileIO", Flaky)
     assert load(tmp_path, loading[0], tensor_ranks=loading[1])[2] == []
     for wrong in range(0, next(number), 30):
         number = itertools.count()

@@ -498,7 +498,7 @@ def test_what_is_read_is_what_is_verified(
             counted.append(super().readinto(buffer))
             return counted[-1]
 
-    monkeypatch.setattr("megatron_lite.checkpoint.names.io.FileIO", Counting)
+    monkeypatch.setattr("megatron_lite.run.regular_files.io.FileIO", Counting)
     readers = {"weights": {}, "average": {"average": True}, "all": {"state": True}}
 
     def damage(reader: str, ranks: int = 1) -> list[str]:
