@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ def effective(path: str) -> TokenizerFiles:
     added = {
         entry["content"]: entry for entry in json.loads(said.tokenizer).get("added_tokens", [])
     }
+    for pair in _same(library, added.values()):
+        raise DataError(
+            f"{path}: the added tokens {pair} are one text after its normalizer, and tokenizers takes one of them at "
+            'random; set "normalized": false for both, or remove one'
+        )
     for entry in added.values():
         if (given := library.token_to_id(entry["content"])) != entry["id"]:
             raise DataError(
@@ -127,6 +132,17 @@ def difference(own: JsonTokenizer, stated: list[tuple[str, list[int]]]) -> str:
         if (ours := own.encode(text, template=True)) != theirs
     )
     return next(different, "")
+
+
+def _same(library: Any, added: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield pairs of added tokens that the normalizer makes equal, in words."""
+    first = dict[str, str]()
+    for entry in added if library.normalizer else ():
+        text = entry["content"]
+        if entry["normalized"]:
+            other = first.setdefault(library.normalizer.normalize_str(text), text)
+            if other != text:
+                yield f"{other!r} and {text!r}"
 
 
 def _refuse_pipes(folder: Path) -> None:

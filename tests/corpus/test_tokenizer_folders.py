@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from megatron_lite.corpus import tokenizer_folder
 from megatron_lite.corpus.tokenizer_folder import effective
 from megatron_lite.data.tokenizing import JsonTokenizer, copy_tokenizer, load_tokenizer
+from megatron_lite.errors import DataError
 from tests.corpus.test_conversations import TOOL, assistant, pairs, prepare, user, write_lines
 
 transformers = pytest.importorskip("transformers")
@@ -520,3 +530,24 @@ def test_one_module_imports_transformers() -> None:
     begin = re.compile(r"\s*(from|import) transformers")
     importing = {name for name, each in lines.items() if any(map(begin.match, each))}
     assert importing == {"rendering.py", "model_card.py"}  # the latter in the text that it writes
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.NFC(), None])
+def test_added_tokens_that_are_one_text(tmp_path: Path, normalizer: Any) -> None:
+    """tokenizers takes one of them at random, each time that it loads the file."""
+    made = Tokenizer(models.BPE({"x": 0}, []))
+    made.normalizer = normalizer
+    file = str(tmp_path / "own.json")
+    for normalized in (False, True):
+        made.add_tokens(
+            [
+                AddedToken(text, normalized=normalized)
+                for text in ("Foo\u00e9", "foo\u00e9", "Fooe\u0301")
+            ]
+        )
+        made.save(file)
+        if normalized and normalizer:
+            with pytest.raises(DataError, match="'Foo.*' and '.*oo.*' are one text"):
+                effective(file)
+        else:
+            assert len(json.loads(effective(file).tokenizer)["added_tokens"]) == 3
