@@ -86,7 +86,8 @@ def leave(number: int, frame: FrameType | None) -> NoReturn:
 
 def command() -> int:
     """Run the program on the words of the command line; the command that pip installs."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until the run handles them
+    stops = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    for number in stops:  # until the run handles them
         signal.signal(number, leave)
 
     from megatron_lite.run.launcher_watch import LauncherWatch
@@ -96,7 +97,10 @@ def command() -> int:
     from megatron_lite.run.exit_status import name_missing_package
 
     sys.excepthook = name_missing_package
-    return main(sys.argv[1:], launcher_watch)
+    code = main(sys.argv[1:], launcher_watch)
+    for number in stops:  # the end is known; without a handler a signal would change the exit code
+        signal.signal(number, signal.SIG_IGN)
+    return code
 
 
 if __name__ == "__main__":

@@ -92,6 +92,15 @@ def passed(limits: Sequence[TimeLimit]) -> int:
     return StopSignal.received.fget(SimpleNamespace(signal=0, limits=limits))  # type: ignore[attr-defined]
 
 
+def test_a_signal_to_an_interpreter_that_ends_is_ignored() -> None:
+    """The exit code is that of the mistake; Python's handlers are gone by then."""
+    at_end = "atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    words = "sys.argv[1:] = ['--zero_stage=9']; sys.exit(pretrain_gpt.command())"
+    code = f"import atexit, os, signal, sys, pretrain_gpt; {at_end}; {words}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "--zero_stage=9" in done.stderr
+
+
 def test_limits_and_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour that somebody adds to the time of day, or takes from it, changes no minute of
     --max_minutes."""
