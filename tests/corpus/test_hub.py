@@ -1,17 +1,23 @@
 """hf:// names: the library's own file system against a hub on the loopback device."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_lite.corpus.from_text import resolve_data
 from megatron_lite.corpus.remote_copy import local_copy, pin_of
 from megatron_lite.errors import DataError
+from tests.support.harness import tiny_config
 from tests.support.hub_server import Hub
 from tests.support.launch import TINY, succeed
+from tests.support.token_files import write_documents
 
 library = pytest.importorskip("huggingface_hub")
 fsspec_config = pytest.importorskip("fsspec.config")
@@ -94,6 +100,28 @@ def test_a_run_keeps_its_commits(hub: Hub, tmp_path: Path, inside: str) -> None:
     named = f"(revision not found); this run began with hf://{kept[address]}"
     with pytest.raises(DataError, match=re.escape(named)):
         local_copy(address, "data_path", late, kept)
+
+
+def test_a_copy_of_another_commit_is_named(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is copied before a mirror is asked: a run whose checkpoint is there alone keeps the
+    commit with which it began."""
+    address, cache = "hf://me/m", str(tmp_path)
+    kept = {address: f"me/m@{hub.push('models', 'me/m', MODEL)}"}
+    now = hub.push("models", "me/m", MODEL | {"config.json": b"{2}"})
+    copy = local_copy(address, "pretrained_checkpoint_path", cache)
+    data = write_documents(tmp_path / "data", [np.arange(64)])
+    options: dict[str, Any] = {"data_path": (data,), "dataset_source": "list"}
+    options["use_pretrained_config"] = False
+    config = tiny_config(1, **options, pretrained_checkpoint_path=copy)
+    logger = logging.getLogger("test")
+    assert resolve_data(config, None, tmp_path, logger)[1] == {address: f"me/m@{now}"}
+    assert not caplog.records
+    began = {"config": {}, "pinned": kept}
+    assert resolve_data(config, None, tmp_path, logger, began)[1] == kept
+    (record,) = caplog.records
+    assert f"is of hf://me/m@{now}, but the run began with hf://{kept[address]}" in record.message
 
 
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
