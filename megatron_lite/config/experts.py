@@ -21,14 +21,6 @@ BALANCES = ("global", "sequence", "micro_batch")
 UNROUNDED = (
     Rule("fp8=tensorwise|rowwise|delayed or int8", "experts have no products in 8 bits yet"),
 )
-PIPELINED = (
-    Rule(
-        "pipeline_parallel!=1",
-        "a pipeline's ranks do not know each other's counts of a micro-batch",
-        when="moe_balance=micro_batch",
-        fix="write --moe_balance=global or sequence",
-    ),
-)
 BALANCED = (Rule("expert_routing_type=topk", "Sinkhorn's algorithm balances the load"),)
 CHOICE_BIAS, UPDATE_RATE = (
     tuple(rule._replace(when=name) for rule in BALANCED)
@@ -134,7 +126,6 @@ class ModelConfig(DenseConfig):
         "blocks; sequence: of each sample, the sum over blocks; micro_batch: of each micro-batch, averaged over all "
         "blocks first, as transformers does, and so dependent on its size",
         choices=BALANCES,
-        excludes=PIPELINED,
     )
     expert_z_loss_coefficient: NonNegativeFloat = expert_option(
         0.0,
@@ -158,3 +149,8 @@ class ModelConfig(DenseConfig):
     def expert_blocks(self) -> int:
         """Number of blocks with experts."""
         return sum(self.has_experts(block) for block in range(self.num_layers))
+
+    @property
+    def balances_micro_batches(self) -> bool:
+        """Whether the balance loss takes the shares of each micro-batch."""
+        return self.expert_auxiliary_loss_coefficient > 0 and self.moe_balance == "micro_batch"

@@ -36,10 +36,12 @@ from megatron_lite.parameter import Function, Initializer, Parameter, ParameterS
 class Router(torch.nn.Module):
     """Scores and chooses experts; see `kernels/routing.py`.
 
-    `sums` and `loads`, set by `optimizer.Balance`: sums over the tokens of this step, and each
-    expert's tokens of the previous step divided by all tokens, (E,) fp32; None: not counted.
+    `index`, `sums` and `loads`, set by `optimizer.Balance`: its number among the model's routers,
+    sums over the tokens of this step, and each expert's tokens of the previous step divided by all
+    tokens, (E,) fp32; None: not counted.
     """
 
+    index = 0
     sums: Sums | None = None
     loads: Tensor | None = None
 
@@ -124,14 +126,12 @@ class Router(torch.nn.Module):
         config, routing = self.config, micro_batch.routing
         assert routing is not None
         length = micro_batch.tokens.shape[1]
-        tokens, blocks = routing.samples * length, config.expert_blocks
+        tokens = routing.samples * length
         balance, z = config.expert_auxiliary_loss_coefficient, config.expert_z_loss_coefficient
-        counts: dict[str, Tensor] = {}  # of this micro-batch, by router
-        if balance and config.moe_balance == "micro_batch":
-            counts = micro_batch.shared.setdefault("tokens by expert", {})
+        if routing.counts is not None:
             ones = torch.ones_like(chosen[:tokens], dtype=torch.float32)
             mask = ones.new_zeros(tokens, config.num_experts).scatter_(1, chosen[:tokens], ones)
-            counts[self.name] = mask.sum(0)
+            routing.counts[self.index] = mask.sum(0)
 
         def loads(mask: Tensor) -> Tensor | None:
             if config.moe_balance == "global":
@@ -140,7 +140,8 @@ class Router(torch.nn.Module):
                 samples = mask.view(-1, length, config.num_experts)
                 return samples.mean(1, keepdim=True).expand_as(samples).reshape(mask.shape)
             assert config.moe_balance == "micro_batch", config.moe_balance
-            return torch.stack([*counts.values()]).sum(0) / (blocks * blocks * tokens)
+            assert routing.counts is not None, "complete after the model's forward pass"
+            return routing.counts.sum(0) / (len(routing.counts) ** 2 * tokens)
 
         if not self._is_first_rank:
             balance = z = 0.0

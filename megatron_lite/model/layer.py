@@ -35,6 +35,8 @@ class Routing(NamedTuple):
     scale: Tensor  # loss scale / tokens of the global batch, ()
     # a router's name and choice (t, K) without padding -> the experts to take; None: its choice
     replay: Callable[[str, Tensor], Tensor] | None = None
+    # tokens by router and expert, (routers, E) fp32, which the routers fill; None: not needed
+    counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class MicroBatch:
     routing: Routing | None = None  # training of experts; None: count and balance nothing
     # computed by the first layer that needs it, for all layers
     shared: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def carried(self) -> Sequence[Tensor]:
+        """See `zero.messages.Carrier`."""
+        counts = None if self.routing is None else self.routing.counts
+        return () if counts is None else (counts,)
 
     def site_seed(self, site: str, p: float) -> int | None:
         """Return the seed of one dropout site with probability p; None: no dropout."""

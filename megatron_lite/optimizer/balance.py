@@ -43,8 +43,9 @@ class Balance:
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)  # of this rank's tokens
         self._totals = torch.zeros_like(self._sums)  # of all tokens of the newest step
         self._loads = torch.zeros(len(self._routers), count, device=device)
-        for router, sums, loads in zip(self._routers, self._sums, self._loads, strict=True):
-            router.sums, router.loads = Sums(sums), loads
+        for index, router in enumerate(self._routers):
+            router.index, router.loads = index, self._loads[index]
+            router.sums = Sums(self._sums[index])
 
     def end_step(self, skipped: Tensor) -> None:
         """Sum over ranks and update the biases. skipped: whether the update is dropped, () bool."""

@@ -60,8 +60,10 @@ def step_inputs(
         )
         for index, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True))
     ]
-    if run.config.model.num_experts == 1:
+    model = run.config.model
+    if model.num_experts == 1:
         return inputs
+    shape = model.expert_blocks, model.num_experts
     tokens = sum(batch.real_samples for batch in micro_batches) * run.config.batch.sequence_length
     scale = run.optimizer.loss_scale.scale / max(tokens, 1)
     return [
@@ -71,6 +73,7 @@ def step_inputs(
                 len(batch.tokens) - batch.padding,
                 scale,
                 partial(run.replay, batch.first_sample) if run.replay else None,
+                scale.new_zeros(shape) if model.balances_micro_batches else None,
             ),
         )
         for each, batch in zip(inputs, micro_batches, strict=True)

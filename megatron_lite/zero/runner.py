@@ -41,7 +41,7 @@ def execute(
             stages[index].accumulate()
         results = hidden if step.kind == "forward" else grad
         if step.take:
-            results[micro] = messages.take(step.take)
+            results[micro] = messages.take(step.take, micro_batches[micro])
         if not trains:
             hidden[micro] = stage.evaluate(hidden.get(micro), micro_batches[micro])
         elif step.kind == "forward":
@@ -53,7 +53,7 @@ def execute(
         else:
             stage.backward_weights(micro)
         if step.send:
-            messages.send(step.send, results.pop(micro))
+            messages.send(step.send, results.pop(micro), micro_batches[micro].carried)
         for index, again in step.reduce:
             stages[index].reduce(again)  # reduce_scatter: full gradients -> shard
         if throttle is not None:

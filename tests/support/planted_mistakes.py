@@ -298,7 +298,7 @@ MISTAKES = (
         "no wait for a message",
         "a stage computes before its input has come",
         "zero.messages:Messages.take",
-        "transfer.wait()",
+        "arriving.wait()",
         "tensor.zero_()",
     ),
     _changed(

@@ -78,6 +78,26 @@ def test_a_restart_changes_nothing(name: str, tmp_path: Path) -> None:
     assert np.abs(balance).max() > 0.01 and abs(balance.sum()) < 1e-6
 
 
+def test_a_pipeline_balances_micro_batches_as_one_rank(tmp_path: Path) -> None:
+    """Logs and weights, in fp32: routers differ, so that stages alone have another loss."""
+    options: dict[str, Any] = {
+        "moe_balance": "micro_batch",
+        "moe_router_bias": True,
+        "init_method_std": 0.5,
+        "micro_batch_size": 1,
+        "breadth_first_micro_batches": 4,
+        "train_iters": 2,
+        "validation_iters": 0,
+    }
+    weights = []
+    for ranks in (1, 2):
+        run = options | {"pipeline_parallel": ranks, "experiment_dir": str(tmp_path / f"{ranks}")}
+        weights.append(run_distributed(ranks, whole, run, pipeline_parallel=ranks)[0])
+    np.testing.assert_allclose(records(tmp_path / "2"), records(tmp_path / "1"), rtol=1e-6)
+    for name, weight in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], weight, rtol=0, atol=1e-6, err_msg=name)
+
+
 def test_evaluation_recomputation_and_padding_count_nothing(tmp_path: Path) -> None:
     """Counts of a run that evaluates and recomputes are those of one that does not; a padded batch
     counts its real tokens, and one of padding alone none."""

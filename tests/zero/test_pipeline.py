@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.model.layer import MicroBatch, Routing
 from megatron_lite.zero.loans import BorrowedStage, Loans
 from megatron_lite.zero.messages import Messages
 from megatron_lite.zero.pipeline import Pass
@@ -24,12 +26,17 @@ WAYS = [("breadth_first", "loop"), ("breadth_first", "v"), ("zero_bubble_v", "v"
 WAYS += [("one_f_one_b", "loop"), ("interleaved", "loop")]
 
 
-def run(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
+def plain(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
     return Engine(rank, options).run(steps, evaluate_every=2)
 
 
 def outcome(
-    options: Options, data: int = 1, tensor: int = 1, pipeline: int = 1, steps: int = 3
+    options: Options,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    steps: int = 3,
+    run: Callable[..., Outcome] = plain,
 ) -> tuple[Any, ...]:
     """What all ranks agree on: losses, gradient norms, evaluations (of all data ranks), weights."""
     options = {**OPTIONS, "pipeline_parallel": pipeline, "tensor_parallel": tensor, **options}
@@ -266,9 +273,9 @@ def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
     sent: list[tuple[Tensor, Tensor]] = []
     send = Messages.send
 
-    def remember(self: Messages, message: Any, tensor: Tensor) -> None:
-        send(self, message, tensor)
-        sent.append((self.sent[-1][1], self.sent[-1][1].clone()))
+    def remember(self: Messages, message: Any, tensor: Tensor, carried: Any = ()) -> None:
+        send(self, message, tensor, carried)
+        sent.extend((each, each.clone()) for each in self.sent[-1][1])
 
     options = {
         **OPTIONS,
@@ -278,16 +285,86 @@ def test_what_is_on_its_way_is_not_written(schedule: str) -> None:
     }
     # here, as threads would take back each other's patches
     with mock.patch.object(Messages, "send", remember):
-        on_threads(1, 1, run, options, 2, pipeline=2)
+        on_threads(1, 1, plain, options, 2, pipeline=2)
     assert sent and all(torch.equal(tensor, before) for tensor, before in sent)
 
 
 def test_a_missing_wait_is_noticed() -> None:
     """Memory for a message holds no numbers before it has come."""
     options = {**OPTIONS, "pipeline_parallel": 2, "tie_word_embeddings": False}
-    with mock.patch.object(Messages, "take", lambda self, message: self._coming.pop(message)[1]):
-        losses = on_threads(1, 1, run, options, 1, pipeline=2)[0].losses
+
+    def take(self: Messages, message: Any, micro_batch: Any) -> Tensor:
+        return self._coming.pop(message)[1][0]
+
+    with mock.patch.object(Messages, "take", take):
+        losses = on_threads(1, 1, plain, options, 1, pipeline=2)[0].losses
     assert not torch.tensor(losses).isfinite().any()
+
+
+class Balanced(Engine):
+    """An engine with experts, whose routers differ, and a balance of micro-batches."""
+
+    def batches(self, iteration: int, scale: Tensor | None = None) -> list[MicroBatch]:
+        """See `Engine`; evaluations count nothing."""
+        batches, model = super().batches(iteration, scale), self.config.model
+        if scale is None:
+            return batches
+        samples, shape = self.config.batch.micro_batch_size, (model.expert_blocks, 4)
+        assert samples
+        return [
+            replace(each, routing=Routing(samples, scale, counts=torch.zeros(shape)))
+            for each in batches
+        ]
+
+
+def balanced(rank: ThreadRank, options: dict[str, Any], steps: int) -> Outcome:
+    return Balanced(rank, options).run(steps, evaluate_every=2)
+
+
+BALANCED: Options = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_bias": True,
+    "random_bias_init": True,
+    "init_method_std": 0.5,
+    "expert_auxiliary_loss_coefficient": 5.0,
+    "moe_balance": "micro_batch",
+    "tie_word_embeddings": False,
+    "batch_size": 16,
+    "micro_batch_size": 2,
+    "recompute_layers": 2,
+}
+BALANCED_CASES: list[tuple[Options, int, int, int]] = [
+    ({"moe_first_dense_layers": 1}, 1, 1, 2),
+    ({"num_layers": 8, "zero_stage": 3}, 1, 1, 4),
+    ({"training_dtype": "bf16", "sequence_tensor_parallel": True}, 2, 2, 2),
+    ({"freeze": ("embedding", "blocks.0", "blocks.1")}, 2, 1, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        *((way, 0) for way in WAYS),
+        *(
+            pytest.param(way, case, marks=pytest.mark.slow)
+            for way in WAYS
+            for case in range(1, len(BALANCED_CASES))
+        ),
+    ],
+)
+def test_a_pipeline_balances_experts_as_one_rank(way: tuple[str, str], case: int) -> None:
+    """By the counts of all blocks for a micro-batch, which its messages carry; see
+    `tests/train/test_against_torch.py` for the loss of one rank."""
+    options, data, tensor, pipeline = BALANCED_CASES[case]
+    options = {**BALANCED, **options}
+    split = {**options, "pipeline_schedule": way[0], "pipeline_placement": way[1]}
+    one = {**options, "breadth_first_micro_batches": 8 // data}
+    expected = outcome(one, data, tensor, run=balanced)
+    assert outcome(split, data, tensor, pipeline, run=balanced) == expected
+    with mock.patch.object(MicroBatch, "carried", ()):
+        alone = outcome(split, data, tensor, pipeline, run=balanced)
+    assert abs(alone[1][0] / expected[1][0] - 1) > 1e-3
 
 
 def recorded(rank: ThreadRank, options: dict[str, Any]) -> tuple[list[Pass], list[Pass]]:
