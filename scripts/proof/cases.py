@@ -108,6 +108,9 @@ FIXED = flags_of(
 )
 LLAMA = "--use_rotary_embeddings=1 --gated=1 --normalization_type=rms_norm --add_linear_biases=0"
 EXPERTS = "--num_experts=8 --num_experts_per_token=2 --moe_ffn_hidden_size=24"
+# Of normally distributed values, 6 in 100,000 are beyond it, and hardly one is so near that rounding
+# moves it across.
+LEAST_LIMIT = 4.0
 # Each on or off.
 SINGLE = (
     "truncate_documents=0",
@@ -139,7 +142,7 @@ SINGLE = (
     "async_checkpoint=1",
     "attention_sinks=1",
     "gated=1",
-    "activation_limit=1",
+    f"activation_limit={LEAST_LIMIT:g}",
 )
 # All that runs may have beside a layout; of each line a run has one, the first with less than the
 # others.
@@ -306,6 +309,11 @@ class Case(NamedTuple):
                 "an expert's gradient sums few tokens, and rounding to 16 bits moves some across the limit"
             )
         parts = self._parts(fixed)
+        if 0 < (limit := parts[0].config.model.activation_limit) < LEAST_LIMIT:
+            raise UsageError(
+                f"--activation_limit={limit:g}: rounding moves values across it, and their gradients begin or end there; "
+                f"write {LEAST_LIMIT:g} or more, which few values come near"
+            )
         if "lora_rank" in self.options:
             for part in parts:
                 model_layers(part.config, REFERENCES)  # its patterns may select nothing, or experts

@@ -12,7 +12,7 @@ from megatron_lite.config import Draft, flatten, unflatten
 from megatron_lite.config.dimensions import OF_A_SAMPLE
 from megatron_lite.config.values import FLAGS, written
 from megatron_lite.validation import examine
-from scripts.proof.cases import LAYOUT, SIZES, Case, Layout
+from scripts.proof.cases import LAYOUT, LEAST_LIMIT, SIZES, Case, Layout
 from scripts.proof.ranks import MASK
 
 AREAS = ("model", "adapters", "optimizer", "averaging", "performance", "multi_stage")
@@ -83,7 +83,7 @@ def shrunk(flags: Sequence[str], most_ranks: int, **more: Any) -> tuple[Case, li
 
 def _sizes(asked: Draft) -> dict[str, Any]:
     """Return small sizes with the ratios of the command's: groups of heads, MLP, window; and other
-    small values."""
+    values that a proof needs."""
     heads = asked.num_attention_heads
     hidden = asked.hidden_size
     found = dict[str, Any]()
@@ -102,6 +102,8 @@ def _sizes(asked: Draft) -> dict[str, Any]:
         found["cross_entropy_block_size"] = 7
     if asked.batch_size_schedule:
         found["batch_size_schedule"] = ("0:12", "1:24")
+    if 0 < asked.activation_limit < LEAST_LIMIT:
+        found["activation_limit"] = LEAST_LIMIT
     if asked.loss_mask:
         found["loss_mask"] = (MASK,)
     for name in ("freeze", "lr_scales"):

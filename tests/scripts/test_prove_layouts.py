@@ -86,6 +86,15 @@ def test_adapters_that_the_program_refuses_are_not_drawn(words: str, problem: st
         case_of(flags_of(f"--lora_rank=1 {words}"), 1, None).parts(FIXED)
 
 
+def test_a_limit_that_values_cross_by_rounding_is_not_proved() -> None:
+    """A gradient begins or ends there; a command with one gets another."""
+    with pytest.raises(UsageError, match="activation_limit=0.01: rounding moves values across it"):
+        case_of(flags_of("--gated=1 --activation_limit=0.01"), 2, None).parts(FIXED)
+    assert shrunk(["--gated=1", "--activation_limit=1"], 2)[0].options["activation_limit"] == "4"
+    like = ["--gated=1", "--activation_limit=7"]
+    assert shrunk(like, 2)[0].options["activation_limit"] == "7"
+
+
 def test_a_frozen_weight_keeps_its_own_scale_in_8_bits() -> None:
     """A rounded weight that is not rounded again must not have a scale that moves on, on one rank
     already."""
