@@ -24,7 +24,7 @@ MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
 MAXIMUM_STEP_FILES = 32
-MAXIMUM_STEP_TOKENS = 44_161
+MAXIMUM_STEP_TOKENS = 44_190
 MAXIMUM_STEP_CHANGES = 400
 
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module

@@ -29,8 +29,9 @@ class Dimension(NamedTuple):
     see `distributed.grid.Groups`.
     sends: its ranks send each other tensors. exchanges: each sends its own to all others, at once.
     in_layers: they exchange inside of each layer. kinds: of the collectives along it, as in
-    `distributed.traffic.KINDS`. is_near: they take the links within a node if a node has whole
-    groups. remark: on its link in a plan; {name} is the speed along a dimension.
+    `distributed.traffic.KINDS`. own_kinds: of those without the dimension `within`. is_near: they
+    take the links within a node if a node has whole groups. remark: on its link in a plan; {name}
+    is the speed along a dimension.
     saving: an option with which a search sets it. proved: sizes that `prove_layouts` draws.
     keeps_bits: no size changes a bit.
     """
@@ -46,6 +47,7 @@ class Dimension(NamedTuple):
     exchanges: bool = False
     in_layers: bool = False
     kinds: tuple[str, ...] = ()
+    own_kinds: tuple[str, ...] = ()
     is_near: bool = False
     remark: str = ""
     saving: str = ""
@@ -83,6 +85,7 @@ DIMENSIONS = (
         within="expert",
         sums=("layers", DATA, SAMPLES, "shard", "expert_shard"),
         kinds=("gather", "reduce"),
+        own_kinds=("expert gather", "expert reduce"),
         is_near=True,
         remark="hybrid shards gather and reduce at {shard:,.4g} GB/s, and across replicas at {replicate:,.4g} GB/s",
         proved=(1, 2),

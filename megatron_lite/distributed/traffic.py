@@ -22,6 +22,8 @@ RECENT = 64  # collectives to remember
 KINDS = {
     "gather": "gathers",  # of weights
     "reduce": "reductions",  # of gradients
+    "expert gather": "gathers of experts",  # among the ranks with the same ones
+    "expert reduce": "reductions of experts",
     "replica gather": "gathers across replicas",  # of hybrid shards
     "replica reduce": "reductions across replicas",
     "tensor gather": "tensor gathers",  # of hidden states

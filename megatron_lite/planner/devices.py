@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import DistributedConfig
-from megatron_lite.config.dimensions import DIMENSIONS, Dimension, RankGrid, ranks_per_layer
+from megatron_lite.config.dimensions import (
+    DATA,
+    DIMENSIONS,
+    GROUPS,
+    Dimension,
+    RankGrid,
+    ranks_per_layer,
+)
 from megatron_lite.config.structured_values import Interconnect, interconnect
 from megatron_lite.config.values import counted, shown
 from megatron_lite.errors import UsageError
@@ -193,7 +202,8 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     ]
     link, link_name = gpu.link_gb_s, "gloo"
     if is_gpu:
-        link, link_name = link_gb_s(chosen, gpu, grid.span("layers"), ranks_per_layer(distributed))
+        rings = grid.size("layers") // grid.size(DATA)
+        link, link_name = link_gb_s(chosen, gpu, grid.span("layers"), rings)
     if world_size > 1:
         hidden = (
             "they overlap with computation where there is a second buffer"
@@ -207,8 +217,10 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
     links = {"all": link}  # GB/s by kind of collective
     if is_gpu:
         per_node = world_size // planned_nodes(distributed, device_type, world_size)
-        along = {row.name: _own_link_gb_s(row, chosen, gpu, grid, per_node) for row in DIMENSIONS}
+        speed = functools.partial(_own_link_gb_s, chosen, gpu, grid, per_node)
+        along = {row.name: speed(row, GROUPS[row.name]) for row in DIMENSIONS}
         for row in sorted(DIMENSIONS, key=attrgetter("sends")):
+            links |= dict.fromkeys(row.own_kinds, speed(row, (row.name,)))
             if (getattr(distributed, row.option, 1) or 0) > row.unset:
                 links |= dict.fromkeys(row.kinds, along[row.name])
                 lines += [row.remark.format_map(along)] * bool(row.remark)
@@ -238,15 +250,22 @@ def data_sheet(distributed: DistributedConfig, device_type: str, world_size: int
 
 
 def _own_link_gb_s(
-    row: Dimension, chosen: Interconnect, gpu: Device, grid: RankGrid, per_node: int
+    chosen: Interconnect,
+    gpu: Device,
+    grid: RankGrid,
+    per_node: int,
+    row: Dimension,
+    dimensions: Sequence[str],
 ) -> float:
-    """Return the speed along a dimension, of the slowest link."""
+    """Return the speed along a dimension, of the slowest link. dimensions: of a ring, with nearer
+    ones in it."""
     if row.is_near and per_node % grid.span(row.name) == 0:
         return gpu.link_gb_s if chosen.kind != "nvlink" or chosen.gb_s is None else chosen.gb_s
     nearer, size = DIMENSIONS[DIMENSIONS.index(row) + 1 :], grid.sizes[row.name]
+    others = [grid.sizes[other.name] for other in nearer if other.name not in dimensions]
     # A GPU sends its messages alone; the rings of nearer ranks share the links of a node.
     alone = row.sends or row.exchanges
-    rings = GPUS_PER_NODE if alone else math.prod(grid.sizes[other.name] for other in nearer)
+    rings = GPUS_PER_NODE if alone else math.prod(others)
     gb_s = link_gb_s(chosen, gpu, grid.span((*row.sums, row.name)[0]), rings)[0]
     if row.exchanges and size > 1:  # the others of a node take no link between nodes
         near = max(per_node // grid.strides[row.name], 1)

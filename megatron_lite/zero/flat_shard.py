@@ -94,6 +94,8 @@ class FlatShard:
         self.has_experts = specs[0].split.expert_ranks > 1
         self.replicate = groups.replicate
         self.group = groups.expert_shard if self.has_experts else groups.shard
+        of_experts = "expert " * self.has_experts
+        self.gather_kind, self.reduce_kind = f"{of_experts}gather", f"{of_experts}reduce"
         # the ranks that together have the whole parameters
         self.split_over: Group = groups.expert_parts if self.has_experts else groups.tensor
         # among the data-parallel ranks that own shards of this range

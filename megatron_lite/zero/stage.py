@@ -191,7 +191,8 @@ class Stage:
         if shared := [
             part for part in self.parts if part.group.world_size > 1 and not part.is_whole
         ]:
-            self.weights.start(Works([part.group.all_gather(part.placed) for part in shared]))
+            gathers = [part.group.all_gather(part.placed, part.gather_kind) for part in shared]
+            self.weights.start(Works(gathers))
 
     def forward(self, hidden: Tensor | None, micro_batch: Any, slot: int) -> Tensor:
         """Run the layers on a detached input; save input and output for `backward`."""
@@ -272,7 +273,7 @@ class Stage:
                     f"stage {self.index} has the only copy of its gradients, and reduces it twice"
                 )
                 continue
-            reduction = part.group.reduce_scatter(part.full_gradients)
+            reduction = part.group.reduce_scatter(part.full_gradients, part.reduce_kind)
             updates.append(ShardUpdate(reduction, part.own_gradients, part.sums, again))
         if updates:
             self.gradients.start(Works(updates))

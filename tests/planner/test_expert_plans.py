@@ -69,3 +69,27 @@ def test_what_leaves_a_node_takes_the_adapter_of_its_gpu(
     options = EXPERTS | sizes | {"device": "cuda", "batch_size": 32}
     sheet = data_sheet(tiny_config(32, **options).distributed, "cuda", 32)
     assert sheet.collective_s(EXCHANGE, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE)
+
+
+@pytest.mark.parametrize(
+    ("experts", "tensor", "shard", "dense", "own"),
+    [
+        (1, 1, 0, 400, 400),
+        (8, 1, 0, 400, 50),
+        (4, 2, 0, 200, 50),
+        (2, 1, 0, 400, 200),
+        (16, 1, 0, 400, 50),
+        (8, 1, 16, 400, 50),
+        (4, 1, 8, 450, 450),
+    ],
+)
+def test_rings_of_experts_share_the_adapters_of_a_node(
+    experts: int, tensor: int, shard: int, dense: float, own: float
+) -> None:
+    """On 32 H100 the ranks with the same experts gather these, and all data-parallel ranks the
+    rest."""
+    sizes = {"expert_parallel": experts, "tensor_parallel": tensor, "data_parallel_shard": shard}
+    options = EXPERTS | sizes | {"num_experts": 32, "device": "cuda", "batch_size": 32}
+    sheet = data_sheet(tiny_config(32, **options).distributed, "cuda", 32)
+    for kind, gb_s in {"gather": dense, "reduce": dense, "expert gather": own}.items():
+        assert sheet.collective_s(kind, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE), kind

@@ -327,7 +327,7 @@ BUGS = (
         "gradients of experts are not summed over the ranks with the same ones",
         "fairseq#4220, Automodel#3135",
         "zero.stage:Stage.reduce",
-        "part.group.reduce_scatter(part.full_gradients)",
+        "part.group.reduce_scatter(part.full_gradients, part.reduce_kind)",
         "Works() if part.has_experts else part.group.reduce_scatter(part.full_gradients)",
         like=SHARED_OUT,
     ),
