@@ -12,7 +12,7 @@ are the sizes of what it receives. A rank may send or receive nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,8 @@ from megatron_lite.distributed.traffic import Handle
 # A plan expects that a rank receives at most this many times the mean number of rows.
 PLANNED_LOAD = 2
 ALL = slice(None)
+# waits for rows that are on their way, and returns them
+Arrival = Callable[[], Sequence[Tensor]]
 
 
 class Segments:
@@ -73,13 +75,13 @@ class Dispatch:
         """Return each row's token of all ranks' x (t, h). span: of these rows; all if it sends."""
         return x.index_select(0, self.home.tokens[span])
 
-    def out(self, *values: Tensor) -> Sequence[Tensor]:
-        """Return rows, (r, ...) each, on the ranks of their experts."""
-        return values
+    def out(self, *values: Tensor) -> Arrival:
+        """Start sending rows, (r, ...) each, to the ranks of their experts."""
+        return lambda: values
 
-    def back(self, *values: Tensor) -> Sequence[Tensor]:
-        """Return rows, (r, ...) each, on the ranks of their tokens."""
-        return values
+    def back(self, *values: Tensor) -> Arrival:
+        """Start sending rows, (r, ...) each, to the ranks of their tokens."""
+        return lambda: values
 
 
 class Exchange(Dispatch):
@@ -117,19 +119,22 @@ class Exchange(Dispatch):
         work.wait()
         return rows.index_select(0, self._order)
 
-    def out(self, *values: Tensor) -> Sequence[Tensor]:
+    def out(self, *values: Tensor) -> Arrival:
         arriving = [self._start(rows) for rows in values]
-        Works([work for _, work in arriving]).wait()
-        return [rows.index_select(0, self._order) for rows, _ in arriving]
+        return lambda: [rows.index_select(0, self._order) for rows in _arrived(arriving)]
 
-    def back(self, *values: Tensor) -> Sequence[Tensor]:
+    def back(self, *values: Tensor) -> Arrival:
         in_order = [torch.empty_like(rows).index_copy_(0, self._order, rows) for rows in values]
         arriving = [self._group.all_to_all(rows, self._received, self._sent) for rows in in_order]
-        Works([work for _, work in arriving]).wait()
-        return [rows for rows, _ in arriving]
+        return lambda: _arrived(arriving)
 
     def _start(self, rows: Tensor) -> tuple[Tensor, Handle]:
         return self._group.all_to_all(rows, self._sent, self._received)
+
+
+def _arrived(arriving: Sequence[tuple[Tensor, Handle]]) -> list[Tensor]:
+    Works([work for _, work in arriving]).wait()
+    return [rows for rows, _ in arriving]
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -209,7 +209,7 @@ class _Experts(Function):
             zs.append(options.activate(us[-1]))  # (r, f)
             (y,) = dispatch.back(
                 part.affine(zs[-1], down, down_bias if options.adds_bias else None)
-            )
+            )()
             total = rows.added(total, part.span, y, factors[part.span])
             if level != "none":
                 zs.clear()
@@ -230,10 +230,12 @@ class _Experts(Function):
         of_scores, firsts = list[Tensor](), dict[int, bool]()
         for number, part in enumerate(parts):
             of_rows = dispatch.rows_of(x, part.span) if kept is None else kept  # (r, h)
+            of_y = dy.index_select(0, rows.tokens[part.span])  # (r, h)
+            arriving = dispatch.out(of_y, factors[part.span])
             u = part.affine(of_rows, up, up_bias) if level == "full" else saved[number]
             z = saved[len(parts) + number] if level == "none" else options.activate(u)
-            of_y = dy.index_select(0, rows.tokens[part.span])  # (r, h)
-            of_y, score = dispatch.out(of_y, factors[part.span])  # (r, 1)
+            of_y, score = arriving()  # (r, 1)
+            del arriving
             dz = part.times(of_y, down)
             of_score = (dz * z).sum(1, dtype=torch.float32)
             if adds_bias and down_bias is not None:
@@ -244,15 +246,17 @@ class _Experts(Function):
             part.add_gradients(down, down_bias, of_y, z, firsts)
             del of_y, z, scaled
             du, _ = activate_backward(dz.mul_(score), u, activation, gated, False, triton, limit)
+            of_x = [part.times(du, up)] if ctx.needs_input_grad[0] else []
+            arriving = dispatch.back(of_score, *of_x)
+            of_x.clear()
+            # while they are on their way
             part.add_gradients(up, up_bias, du, of_rows, firsts)
-            if ctx.needs_input_grad[0]:
-                dx, of_score = dispatch.back(part.times(du, up), of_score)
-                total = rows.added(total, part.span, dx)
-            else:
-                (of_score,) = dispatch.back(of_score)
+            of_score, *of_x = arriving()
+            if of_x:
+                total = rows.added(total, part.span, of_x.pop())
             of_scores.append(of_score)
-        of_x = total.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        return of_x, rows.by_choice(torch.cat(of_scores)), *(None,) * 5
+        dx = total.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, rows.by_choice(torch.cat(of_scores)), *(None,) * 5
 
 
 def dispatched(

@@ -1,6 +1,7 @@
 """Experts shared out among ranks compute what one rank computes with all tokens, bit for bit: rows
 of an expert have the same order."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.distributed.cpu_collectives import Works
+from megatron_lite.distributed.traffic import FirstWait
 from megatron_lite.kernels import experts as module
 from megatron_lite.kernels.experts import dispatched, experts
 from megatron_lite.parameter import Parameter
@@ -81,6 +84,59 @@ def test_ranks_compute_what_one_does(
     expected = whole.run(values, chosen, True, level)
     for name, value in joined(found, ranks).items():
         assert torch.equal(value, expected[name]), name
+
+
+EVENTS = threading.local()
+
+
+class Traced(module.Products):
+    """Products that are noted with the exchanges of their rank, which is a thread."""
+
+    def affine(self, *arguments: Any) -> Tensor:
+        EVENTS.all.append("affine")
+        return super().affine(*arguments)
+
+    def times(self, *arguments: Any) -> Tensor:
+        EVENTS.all.append("times")
+        return super().times(*arguments)
+
+    def add_gradients(self, *arguments: Any) -> None:
+        EVENTS.all.append("gradients")
+        super().add_gradients(*arguments)
+
+
+def traced(rank: Any, values: Values, chosen: Tensor, level: str) -> list[str]:
+    """Return the exchanges and products of a rank's backward pass, in order."""
+    exchange, events = rank.expert.all_to_all, list[str]()
+
+    def all_to_all(*arguments: Any) -> Any:
+        events.append("start")
+        return exchange(*arguments)[0], FirstWait(Works(), lambda: events.append("wait"))
+
+    rank.expert.all_to_all, EVENTS.all = all_to_all, events
+    x, scores = (values[name].clone().requires_grad_() for name in OF_TOKENS)
+    weights = [empty_gradient(values[name].chunk(2)[rank.rank].clone()) for name in OF_EXPERTS]
+    dispatch = dispatched(x, chosen, COUNT, rank.expert)
+    up, up_bias, down, down_bias = weights
+    output = experts(x, scores, dispatch, up, up_bias, down, down_bias, "silu", True, level)
+    events.clear()
+    output.sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("level", ["none", "full"])
+def test_products_hide_the_exchanges_of_a_backward_pass(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of `up` are added while those of tokens and scores travel, and products are
+    computed again while gradients of outputs do."""
+    monkeypatch.setattr(whole, "E", COUNT)
+    monkeypatch.setattr(module, "Products", Traced)
+    values, chosen = whole.make(True, True, torch.float32), whole.choices("even")
+    again = ["start", "wait", "start", "start", "affine"] if level == "full" else ["start"] * 2
+    expected = [*again, "wait", "wait", "times", "gradients", "times"]
+    expected += ["start", "start", "gradients", "wait", "wait"]
+    assert on_threads(2, 1, traced, values, chosen, level, expert=2) == [expected] * 2
 
 
 def test_grouped_products_on_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
