@@ -176,12 +176,14 @@ def _clipped_updates(draft: Draft, heads: int) -> Problems:
     heads per rank."""
     if draft.kv_channels is None:  # the heads are wrong
         return
-    channels = heads * draft.kv_channels
-    if (channels if draft.add_qkv_biases else channels * draft.hidden_size) % CLIPPING_ALIGNMENT:
+    # of a channel: those of an adapter, which alone is trained, of a bias or of a weight
+    elements = draft.lora_rank or (1 if draft.add_qkv_biases else draft.hidden_size)
+    elements *= heads * draft.kv_channels
+    if elements % CLIPPING_ALIGNMENT:
         clip = "update_rms_clip" if draft.update_rms_clip is not None else "clip_update_norm_sigma"
         rule = (
-            f"several ranks hold the same key/value heads, after {channels} query channels; clipping needs a multiple "
-            f"of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
+            f"several ranks hold the same key/value heads, after {elements} elements of queries; clipping needs a "
+            f"multiple of {CLIPPING_ALIGNMENT}; write another --tensor_parallel or leave --{clip} out"
         )
         yield f"tensor_parallel {clip}", rule, "head_groups num_attention_heads kv_channels"
 

@@ -212,12 +212,15 @@ def test_copies_of_heads_that_begin_inside_of_a_range_are_refused() -> None:
         "tensor_parallel": 4,
         "update_rms_clip": 1.0,
     }
-    with pytest.raises(UsageError, match="after 8 query channels; clipping needs a multiple of 64"):
+    with pytest.raises(UsageError, match="after 8 elements of queries; clipping needs a multiple"):
         tiny_config(4, **biased)
+    with pytest.raises(UsageError, match="after 16 elements of queries"):
+        tiny_config(4, **biased | {"add_qkv_biases": False, "lora_rank": 2})
     for options in (
         {"kv_channels": 64},
         {"head_groups": 4},
         {"add_qkv_biases": False, "hidden_size": 64},
+        {"lora_rank": 8},
     ):
         tiny_config(4, **biased | options)
 
