@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -284,14 +283,10 @@ def log_ending(run: Run, message: str) -> None:
 
 def _next_step(config: Config) -> str:
     """Return what to try with the weights of a finished run, after "; ", or nothing."""
-    folder = config.run.experiment_dir
-    if config.adapters.lora_rank:  # checkpoints have no model
-        folder = f"{folder}/export/merged"
-        if config.training.export_interval is None or not os.path.isdir(folder):
-            return ""
-    if config.data.tokenizer_file is None:
+    random_base = config.adapters.lora_rank and config.source.pretrained_checkpoint_path is None
+    if config.data.tokenizer_file is None or random_base:
         return ""
-    model = f"--model {folder}"
+    model = f"--model {config.run.experiment_dir}"
     return "; continue a text with: " + as_installed(
         f"python scripts/generate.py {model} --prompt TEXT"
     )

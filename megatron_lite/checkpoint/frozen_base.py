@@ -3,6 +3,8 @@ its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,15 @@ def digest_of(model: MultiStage, distributed: Distributed) -> str:
     return f"{sum(one for one, _ in found) % 2**64:016x}" if any(has for _, has in found) else ""
 
 
+def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the same of full weights by name, as they are kept in training."""
+    total = 0
+    for name, values in weights:
+        flat = values.view(-1)
+        total += (2 * derive_seed(name) + 1) * _sum(flat, Tile.run(0, flat.numel()))
+    return f"{total % 2**64:016x}"
+
+
 def _sum(shard: Tensor, tile: Tile) -> int:
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     for start in range(tile.offset, tile.end, CHUNK_NUMEL):
@@ -46,15 +57,15 @@ def _sum(shard: Tensor, tile: Tile) -> int:
     return int(total)
 
 
-def check_base(saved: JsonObject, digest: str, where: str) -> None:
-    """Refuse a checkpoint of adapters to another model. saved: its state.
+def check_base(saved: JsonObject, found: str, where: str, fix: str) -> None:
+    """Refuse a checkpoint of adapters to another model. saved: its state. found: the digest of this
+    one.
 
     Raises:
         CheckpointError: if the digests differ.
     """
-    if saved.get("base", "") != digest:
+    if saved.get("base", "") != found:
         raise CheckpointError(
             f"checkpoint {where} holds adapters to a model of digest {saved.get('base') or 'none'}, and this one has "
-            f"{digest or 'none'}; give the folder (--pretrained_checkpoint_path) and the --training_dtype of before, or "
-            "choose another --experiment_dir"
+            f"{found or 'none'}; {fix}"
         )

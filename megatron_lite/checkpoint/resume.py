@@ -279,7 +279,9 @@ def resume(
         return None
     folder, loaded = found
     compatibility.check_architecture(loaded.config, config, str(folder))
-    check_base(loaded.state, base, str(folder))
+    again = "give the folder (--pretrained_checkpoint_path) and the --training_dtype of before"
+    fix = f"{again}, or choose another --experiment_dir"
+    check_base(loaded.state, base, str(folder), fix)
     other_data = compatibility.check_data(loaded, config, data, str(folder))
     model.invalidate()
     saved_by = compatibility.saved_optimizer(loaded.config)

@@ -199,7 +199,10 @@ def _with_adapter(values: Options) -> Options:
     from megatron_lite.huggingface.adapter_folder import options_of
 
     folder = Path(values["pretrained_adapter"])
-    stated = options_of(folder, _model_of(values), values.get("export_model_type"))
+    try:
+        stated = options_of(folder, _model_of(values), values.get("export_model_type"))
+    except CheckpointError as error:
+        raise CheckpointError(f"--pretrained_adapter={error}") from None
     differing = [
         Difference(name, value, values[name])
         for name, value in stated.items()

@@ -2,6 +2,7 @@
 
     megatron_lite convert_checkpoint --from=mine/checkpoints --to=exports/mine --format=huggingface --dtype=bf16
     megatron_lite convert_checkpoint --from=models/Mistral-7B --to=start/0 --format=distributed --verify
+    megatron_lite convert_checkpoint --from=adapted --base=models/Mistral-7B --to=merged --format=huggingface
 
 --from is a Hugging Face folder, a checkpoint, or the folder of a run (the newest good one is used).
 --to is written under a temporary name and renamed when complete. --exist_ok replaces an existing
@@ -11,7 +12,8 @@ checkpoint of iteration 0 with fp32 weights and no optimizer state; use it with
 model.gguf for llama.cpp, and refuses what llama.cpp would compute otherwise. A checkpoint converted
 to a checkpoint keeps everything (with --weights=average: only the iteration and the averages).
 --verify compares the logits of random tokens from both folders, one layer in memory at a time,
-before --to appears.
+before --to appears. Adapters, of a run's checkpoint or a folder of peft, are merged into their model:
+--base, or the folder that they name. A run's adapters know their model by digest.
 
 Exit codes: 0 done, 2 usage, 3 data (unreadable tokenizer), 4 checkpoint (unusable input, or the two
 folders differ), 5 numerics (a weight is too large for --dtype), 8 storage.
@@ -38,6 +40,11 @@ def parse(arguments: Sequence[str], program: str | None) -> argparse.Namespace:
     add = parser.add_argument
     source = "Hugging Face folder, checkpoint, folder of checkpoints, or experiment directory"
     add("--from", dest="source", type=folder, required=True, help=source)
+    add(
+        "--base",
+        type=folder,
+        help="of adapters: the model's folder, Hugging Face or checkpoint (default: where they say)",
+    )
     add("--to", type=folder, required=True, help="folder to write")
     add("--format", choices=(*KINDS, "gguf"), required=True, help="what to write")
     add("--dtype", choices=tuple(DTYPES), help="of exported weights (default: as trained or read)")

@@ -32,7 +32,14 @@ from megatron_lite.huggingface.export import Weights, master_weights
 from megatron_lite.huggingface.model_folder import ADAPTER_NAME as CONFIG_NAME
 from megatron_lite.huggingface.model_folder import read_object
 from megatron_lite.huggingface.weight_map import MappedRows, pieces
-from megatron_lite.model.adapters import A, B, LinearMap, adapters_of, is_of_adapter, maps_of
+from megatron_lite.model.adapters import (
+    LinearMap,
+    adapters_of,
+    add_products,
+    factors,
+    is_of_adapter,
+    maps_of,
+)
 from megatron_lite.model.gpt import build_gpt, linear_layers
 from megatron_lite.model.parameter_patterns import by_block
 from megatron_lite.run.regular_files import open_regular
@@ -92,11 +99,14 @@ def modules_of(
 
 
 def _of_model(model: MultiStage, config: Config) -> list[AdaptedModule]:
-    layers = [layer for stage in model.all_stages for layer in stage.layers]
-    maps = [each for adapter in adapters_of(layers) for each in adapter.maps]
     shapes = {spec.name: spec.shape for spec in model.specs()}
     architecture = check_exportable(config.model, config.training.export_model_type)
-    return modules_of(maps, shapes, architecture, config.model)
+    return modules_of(_maps(model), shapes, architecture, config.model)
+
+
+def _maps(model: MultiStage) -> list[LinearMap]:
+    layers = [layer for stage in model.all_stages for layer in stage.layers]
+    return [each for adapter in adapters_of(layers) for each in adapter.maps]
 
 
 # -- export
@@ -157,24 +167,12 @@ def _theirs(
     modules: Sequence[AdaptedModule], values: Mapping[str, Tensor], options: AdapterConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield their tensors by key, given ours by name."""
-    for each, a, b in _parts(modules, values, options.lora_rank):
+    maps = [each.map for each in modules]
+    for each, (a, b) in zip(modules, factors(maps, values, options.lora_rank), strict=True):
         of_b = torch.empty_like(b)
         for ours, theirs in each.pairs(b, of_b):
             theirs.copy_(ours)
         yield from zip(each.keys(), (a, of_b), strict=True)
-
-
-def _parts(
-    modules: Sequence[AdaptedModule], values: Mapping[str, Tensor], rank: int
-) -> Iterator[tuple[AdaptedModule, Tensor, Tensor]]:
-    """Yield each map's rows of our A and B as views."""
-    done: dict[str, tuple[int, int]] = {}  # rows of A and B, by weight
-    for each in modules:
-        weight, rows = each.map.weight, each.map.rows
-        of_a, of_b = done.get(weight, (0, 0))
-        done[weight] = of_a + rank, of_b + rows
-        a, b = values[weight + A], values[weight + B]
-        yield each, a[of_a : of_a + rank], b[of_b : of_b + rows]
 
 
 def _config_of(modules: Sequence[AdaptedModule], config: Config) -> dict[str, object]:
@@ -199,17 +197,14 @@ def merged_weights(model: MultiStage, config: Config, distributed: Distributed) 
     """Yield (name, full fp32 weight plus its adapters' product) like `export.master_weights`, to be
     rounded once."""
     averaged = config.training.export_weights == "average"
-    modules = _of_model(model, config)
+    maps = _maps(model)
     held: dict[str, Tensor] = {}  # of the adapters of one stage, which come before its weights
     for name, values in master_weights(model, distributed, averaged):
         if is_of_adapter(name):
             held[name] = values.clone()
             continue
         if distributed.rank == 0:
-            own = [each for each in modules if f"{each.map.weight}.weight" == name]
-            for each, a, b in _parts(own, held, config.adapters.lora_rank):
-                rows = values[each.map.first : each.map.first + each.map.rows]
-                rows += (b @ a) * config.adapters.lora_factor
+            add_products(name, values, maps, held, config.adapters)
         yield name, values
 
 
@@ -221,38 +216,20 @@ def load(config: Config, model: MultiStage, distributed: Distributed) -> None:
     """Fill the adapters from the folder of --pretrained_adapter. Collective.
 
     Raises:
-        CheckpointError: on every rank, if a key is missing, left over or of another shape.
+        CheckpointError: on every rank, see `read`.
     """
     assert config.adapters.pretrained_adapter is not None
     folder, values = Path(config.adapters.pretrained_adapter), dict[str, Tensor]()
 
-    def read() -> None:
-        modules = _of_model(model, config)
-        specs = {spec.name: spec for spec in model.specs()}
-        values.update(
-            (name, torch.empty(spec.shape)) for name, spec in specs.items() if is_of_adapter(name)
-        )
-        with _opened(folder) as opened:
-            found, wanted = set(opened.keys()), {key for each in modules for key in each.keys()}
-            problems = [f"no {key}" for key in sorted(wanted - found)]
-            problems += [f"{key} is not used" for key in sorted(found - wanted)]
-            for each, a, b in (
-                [] if problems else _parts(modules, values, config.adapters.lora_rank)
-            ):
-                theirs = [opened.get_tensor(key).float() for key in each.keys()]
-                if (has := [[*one.shape] for one in theirs]) != [[*a.shape], [*b.shape]]:
-                    fitting = f"{[*a.shape]} and {[*b.shape]}"
-                    problems.append(f"{each.module} has {has[0]} and {has[1]}, not {fitting}")
-                    continue
-                a.copy_(theirs[0])
-                for ours, rows in each.pairs(b, theirs[1]):
-                    ours.copy_(rows)
-        if problems:
-            raise CheckpointError(
-                f"{FLAG}={folder}: {shorten(problems)}; leave --lora_targets and --lora_rank out, or give another folder"
-            )
+    def read_here() -> None:
+        shapes = {spec.name: spec.shape for spec in model.specs()}
+        try:
+            values.update(read(folder, config, _maps(model), shapes))
+        except CheckpointError as error:
+            fix = "leave --lora_targets and --lora_rank out, or give another folder"
+            raise CheckpointError(f"{FLAG}={error}; {fix}") from None
 
-    together(distributed, read)
+    together(distributed, read_here)
     for _, part in model.parts():
         if not part.frozen:
             shard = part.read("weights")
@@ -264,6 +241,36 @@ def load(config: Config, model: MultiStage, distributed: Distributed) -> None:
     files.logger.info("loaded the adapters of %s", folder)
 
 
+def read(
+    folder: Path, config: Config, maps: Sequence[LinearMap], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Return A and B by our names, in fp32. maps: those with adapters. shapes: of our parameters.
+
+    Raises:
+        CheckpointError: if a key is missing, left over or of another shape.
+    """
+    values = {name: torch.empty(shape) for name, shape in shapes.items() if is_of_adapter(name)}
+    architecture = check_exportable(config.model, config.training.export_model_type)
+    modules = modules_of(maps, shapes, architecture, config.model)
+    with _opened(folder) as opened:
+        found, wanted = set(opened.keys()), {key for each in modules for key in each.keys()}
+        problems = [f"no {key}" for key in sorted(wanted - found)]
+        problems += [f"{key} is not used" for key in sorted(found - wanted)]
+        ours = list(factors(maps, values, config.adapters.lora_rank))
+        for each, (a, b) in () if problems else zip(modules, ours, strict=True):
+            theirs = [opened.get_tensor(key).float() for key in each.keys()]
+            if (has := [[*one.shape] for one in theirs]) != [[*a.shape], [*b.shape]]:
+                fitting = f"{[*a.shape]} and {[*b.shape]}"
+                problems.append(f"{each.module} has {has[0]} and {has[1]}, not {fitting}")
+                continue
+            a.copy_(theirs[0])
+            for own, rows in each.pairs(b, theirs[1]):
+                own.copy_(rows)
+    if problems:
+        raise CheckpointError(f"{folder}: {shorten(problems)}")
+    return values
+
+
 def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Options:
     """Return the options that a folder states: rank, alpha, scaling and targets. model: resolved.
 
@@ -272,17 +279,14 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
     """
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(
-            f"{FLAG}={folder}: there is no {CONFIG_NAME}; give a folder that directly holds it, such as "
+            f"{folder}: there is no {CONFIG_NAME}; give a folder that directly holds it, such as "
             "<experiment_dir>/export/<iteration>"
         )
-    try:
-        stated = read_object(folder, CONFIG_NAME)
-    except CheckpointError as error:
-        raise CheckpointError(f"{FLAG}={error}") from None
+    stated = read_object(folder, CONFIG_NAME)
     lacking = [key for key in ("r", "lora_alpha") if key not in stated]
     if stated.get("peft_type") != "LORA" or lacking:
         raise CheckpointError(
-            f"{FLAG}={folder}: {CONFIG_NAME} is not of LoRA, or lacks {' and '.join(lacking) or 'its type'}"
+            f"{folder}: {CONFIG_NAME} is not of LoRA, or lacks {' and '.join(lacking) or 'its type'}"
         )
     wrong = [key for key in UNSUPPORTED.split() if stated.get(key)]
     if stated.get("bias", "none") != "none":
@@ -291,12 +295,12 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
         wrong.append("init_lora_weights")
     if wrong:
         raise CheckpointError(
-            f"{FLAG}={folder}: {CONFIG_NAME} has {wrong[0]}={stated[wrong[0]]!r}, which is not supported"
+            f"{folder}: {CONFIG_NAME} has {wrong[0]}={stated[wrong[0]]!r}, which is not supported"
         )
     rank, alpha = stated["r"], stated["lora_alpha"]
     if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 < alpha < inf):
         raise CheckpointError(
-            f"{FLAG}={folder}: {CONFIG_NAME} has r={rank!r} and lora_alpha={alpha!r}; write an integer and a "
+            f"{folder}: {CONFIG_NAME} has r={rank!r} and lora_alpha={alpha!r}; write an integer and a "
             "number, both above 0"
         )
     weights = [layer.weight.spec for layer in linear_layers(build_gpt(model, 1))]
@@ -332,5 +336,5 @@ def _opened(folder: Path) -> safe_open:
         return safe_open(str(folder / WEIGHTS_NAME), framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{FLAG}={folder}: {WEIGHTS_NAME} cannot be read ({error}); download the folder again"
+            f"{folder}: {WEIGHTS_NAME} cannot be read ({error}); download the folder again"
         ) from None

@@ -37,6 +37,7 @@ from megatron_lite.errors import CheckpointError, NumericsError, UsageError
 from megatron_lite.huggingface.export_folder import ExportFolder, split
 from megatron_lite.huggingface.gguf_file import FILE_NAME, GgufFile
 from megatron_lite.huggingface.load_pretrained import open_source
+from megatron_lite.huggingface.merged_source import MergedSource
 from megatron_lite.huggingface.weight_source import (
     CheckpointSource,
     Shapes,
@@ -67,7 +68,7 @@ def tokenizer_of(options: argparse.Namespace, source: WeightSource) -> Path | No
     if options.tokenizer_file is not None:
         given: Path = options.tokenizer_file
         return given
-    if isinstance(source, CheckpointSource):
+    if isinstance(source := source.facts, CheckpointSource):
         named = source.content.config.get("tokenizer_file")
         if named is None or has_tokenizer(named):
             return named and Path(named)
@@ -84,12 +85,14 @@ def check_target(options: argparse.Namespace, source: WeightSource) -> None:
         UsageError: if the target exists, overlaps the source, or cannot be resumed under its name.
     """
     to: Path = options.to
-    target, origin = to.resolve(), source.folder.resolve()
-    typed = f"--to={to}"
-    if target == origin or origin in target.parents or target in origin.parents:
-        raise UsageError(
-            f"{typed}: this folder and {source.folder} must not contain each other; choose another"
-        )
+    target, typed = to.resolve(), f"--to={to}"
+    base = (source.base.folder,) if isinstance(source, MergedSource) else ()
+    for folder in (source.folder, *base):
+        origin = folder.resolve()
+        if target == origin or origin in target.parents or target in origin.parents:
+            raise UsageError(
+                f"{typed}: this folder and {folder} must not contain each other; choose another"
+            )
     iteration = source.iteration or 0
     if options.format == "distributed" and to.name.isdecimal() and to.name != str(iteration):
         raise UsageError(
@@ -132,8 +135,13 @@ def convert(options: argparse.Namespace) -> str:
                 f"--{name}: not for a gguf file, which is one file and read by llama.cpp alone; leave it out"
             )
     state = options.format == "distributed" and options.weights == "raw"
-    with open_source(options.source, weights=options.weights, whole=True, state=state) as source:
+    arguments = options.source, None, options.weights, True, state, None, options.base
+    with open_source(*arguments) as source:
         check_target(options, source)
+        if not isinstance(source, MergedSource) and options.base is not None:
+            raise UsageError(
+                f"--base={options.base}: {source.folder} holds no adapters; leave it out"
+            )
         shapes = shapes_of(build_gpt(source.model, 1))
         source.check(shapes)
         averages = " (its averages)" if options.weights == "average" else ""
@@ -266,8 +274,8 @@ def described_config(
     """Return a configuration for a source's model, with the options saved in it; None: as trained
     or read."""
     length = min(source.model.max_position_embeddings, BatchConfig.sequence_length)
-    if isinstance(source, CheckpointSource):
-        length = source.content.config.get("sequence_length", length)
+    if isinstance(source.facts, CheckpointSource):
+        length = source.facts.content.config.get("sequence_length", length)
     values = vars(source.model) | {
         "sequence_length": length,
         "batch_size": 1,
@@ -276,7 +284,7 @@ def described_config(
         "export_dtype": export_dtype,
         "export_model_type": model_type or source.model_type,
     }
-    if (tokenizer := source.folder / "tokenizer.json").is_file():
+    if (tokenizer := source.facts.folder / "tokenizer.json").is_file():
         values["tokenizer_file"] = str(tokenizer.resolve())
     return resolve(unflatten(values), 1)
 
@@ -310,7 +318,7 @@ def write_huggingface(
         tokenizer_file,
         source.origin,
         training=source.training,
-        keep_class=source.kind == "huggingface",
+        keep_class=source.facts.kind == "huggingface",
     )
     return written
 

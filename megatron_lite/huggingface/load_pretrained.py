@@ -26,7 +26,8 @@ from megatron_lite.distributed.agreement import together
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.folder_source import VOCABULARY, HuggingFaceSource
-from megatron_lite.huggingface.model_folder import source_folders
+from megatron_lite.huggingface.merged_source import MergedSource
+from megatron_lite.huggingface.model_folder import ADAPTER_NAME, read_object, source_folders
 from megatron_lite.huggingface.weight_source import (
     ADVICE,
     CheckpointSource,
@@ -48,6 +49,7 @@ def open_one(
     model: ModelConfig | None = None,
     weights: str = "raw",
     state: bool = False,
+    base: Path | None = None,
 ) -> WeightSource:
     """Open exactly this folder; see `open_source`. model: the resolved one to fill; None: the one
     in the files.
@@ -57,7 +59,14 @@ def open_one(
         CheckpointError: if it cannot be used.
     """
     if kind == "distributed":
-        return CheckpointSource(folder, weights == "average", state)
+        source = CheckpointSource(folder, weights == "average", state)
+        options = source.content.config
+        if not options.get("lora_rank"):
+            return source
+        if base is not None:
+            return _merged(folder, source, base)
+        named = (options.get(f"pretrained_checkpoint_{what}") for what in ("path", "type"))
+        return _merged(folder, source, *named)
     if weights == "average":
         raise CheckpointError(
             f"{folder}: a Hugging Face folder has one set of weights; leave --weights=average out"
@@ -68,15 +77,31 @@ def open_one(
         raise DamagedError(str(error).removeprefix(f"{folder}: ")) from None
 
 
+def _merged(
+    folder: Path, adapters: CheckpointSource | None, stated: object, kind: str | None = None
+) -> WeightSource:
+    """Return the adapters in a folder, merged into their model. adapters: a run's; None: peft's.
+    stated: the model's folder."""
+    if not isinstance(stated, str | Path) or not Path(stated).is_dir():
+        raise CheckpointError(
+            f"{folder}: it holds adapters to a model that is not here ({stated or 'not named'}); convert_checkpoint "
+            "takes the model's folder as --base, and merges both"
+        )
+    model = None if adapters is None else adapters.model
+    return MergedSource(folder, open_source(Path(stated), kind, model=model), adapters)
+
+
 def open_source(
     folder: Path,
     kind: str | None = None,
     weights: str = "raw",
     whole: bool = False,
     state: bool = False,
+    model: ModelConfig | None = None,
+    base: Path | None = None,
 ) -> WeightSource:
     """Open a Hugging Face folder, a checkpoint, or the newest good one in a folder of them or an
-    experiment directory.
+    experiment directory. Adapters are merged into their model.
 
     Args:
         kind: one of model_folder.KINDS; None: any.
@@ -84,16 +109,21 @@ def open_source(
         whole: among several, also read the values: damaged checkpoints are skipped with a warning,
             as on resume.
         state: moments and averages will also be read; see `CheckpointSource`.
+        model: the resolved one to fill; None: the one in the files.
+        base: the folder of the model that adapters belong to; None: where they say.
 
     Raises:
         CheckpointError: if there is none; suggests a fix.
         RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
+    if (folder / ADAPTER_NAME).is_file():
+        stated = read_object(folder, ADAPTER_NAME).get("base_model_name_or_path")
+        return _merged(folder, None, base or stated)
     found, problems = with_state(source_folders(folder, kind), state or weights == "average"), []
     for own_kind, path in found:
         check = pinned(path)
         try:
-            source = open_one(path, own_kind, weights=weights, state=state)
+            source = open_one(path, own_kind, model, weights, state, base)
             if len(found) == 1 or not whole or (problem := source.damage()) is None:
                 return source
             source.close()
@@ -188,6 +218,10 @@ def _open_and_look(
         source = open_one(path, kind, config.model, state="optimizer" in config.source.load_parts)
     except DamagedError as error:
         return None, str(error)
+    if isinstance(source, MergedSource) and "optimizer" in config.source.load_parts:
+        raise CheckpointError(
+            f"{path}: it holds adapters, whose optimizer state is not their model's; write --load_parts=model"
+        )
     if kind == "distributed":
         # The command line was completed from the newest checkpoint, and another may be the newest
         # now.

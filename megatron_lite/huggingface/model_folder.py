@@ -93,10 +93,12 @@ def _found(folder: Path, names: set[str]) -> list[tuple[str, Path]]:
     parents = [folder / "checkpoints", folder / "export"] if is_run else [folder]
     found = [item for parent in parents for item in find_checkpoints(parent)]
     paths = [path for _, path in sorted(found, key=lambda item: -item[0])]
-    if any((adapter := path / ADAPTER_NAME).exists() for path in [folder, *paths[:1]]):
-        raise CheckpointError(_adapter(adapter.parent))
+    adapters = [path for path in [folder, *paths] if (path / ADAPTER_NAME).exists()]
+    others = [path for path in paths if path not in adapters]
+    if adapters and not others:
+        raise CheckpointError(_adapter(adapters[0]))
     return [
-        ("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in paths
+        ("huggingface" if (path / CONFIG_NAME).exists() else "distributed", path) for path in others
     ]
 
 
@@ -127,8 +129,7 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
 def _adapter(folder: Path) -> str:
     return (
         f"{folder}: it holds an adapter ({ADAPTER_NAME}); give its model's folder (training takes the adapter as "
-        "--pretrained_adapter), or the merged model: export/merged of a run with --export_merged=1, or what peft's "
-        "merge_and_unload() returns, saved with save_pretrained()"
+        "--pretrained_adapter), or the merged model, which convert_checkpoint --from={folder} writes"
     )
 
 

@@ -53,9 +53,13 @@ class WeightSource(contextlib.AbstractContextManager["WeightSource"]):
     dtype: str  # fp32, bf16 or fp16: the dtype intended for use
     origin: JsonObject  # of the initial weights, see `read_origin`; empty if unknown
     training: JsonObject  # what is known about it, see `saved_state.TRAINING`
+    facts: (
+        WeightSource  # the one that describes the model: another than itself if adapters are merged
+    )
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.facts = self
         self._files = Files(folder, follow_links=self.kind == "huggingface")
 
     @abc.abstractmethod
@@ -159,11 +163,6 @@ class CheckpointSource(WeightSource):
         self.content = manifest.read(folder, int(folder.name) if folder.name.isdecimal() else None)
         check_sizes(folder, self.content.files)
         self.iteration, config = self.content.iteration, self.content.config
-        if config.get("lora_rank"):
-            raise CheckpointError(
-                f"{folder}: it holds adapters without their model; give export/merged of a run with --export_merged=1 "
-                "and --export_interval, or the model's folder"
-            )
         self.model = model_folder.resolved_model(
             model_folder.checkpoint_values(config, str(folder)), str(folder)
         )

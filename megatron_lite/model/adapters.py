@@ -6,11 +6,12 @@ begins with the function of the frozen model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_lite.config import Config
 from megatron_lite.config.adapters import FUSED, AdapterConfig
@@ -153,6 +154,32 @@ def is_of_adapter(name: str) -> bool:
 def adapters_of(layers: Iterable[Any]) -> list[Adapter]:
     """Return the adapters in order."""
     return [module for layer in layers for module in layer.modules() if isinstance(module, Adapter)]
+
+
+def factors(
+    maps: Iterable[LinearMap], values: Mapping[str, Tensor], rank: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each map's rows of A and B as views. values: A and B by name."""
+    done: dict[str, tuple[int, int]] = {}  # rows of A and B, by weight
+    for each in maps:
+        of_a, of_b = done.get(each.weight, (0, 0))
+        done[each.weight] = of_a + rank, of_b + each.rows
+        a, b = values[each.weight + A], values[each.weight + B]
+        yield a[of_a : of_a + rank], b[of_b : of_b + each.rows]
+
+
+def add_products(
+    name: str,
+    weight: Tensor,
+    maps: Iterable[LinearMap],
+    values: Mapping[str, Tensor],
+    options: AdapterConfig,
+) -> None:
+    """Add c B A to a weight (o, i), in fp32, for those of the maps that it holds. values: A and B by
+    name."""
+    own = [each for each in maps if f"{each.weight}.weight" == name]
+    for each, (a, b) in zip(own, factors(own, values, options.lora_rank), strict=True):
+        weight[each.first : each.first + each.rows] += (b @ a) * options.lora_factor
 
 
 def describe(adapters: Sequence[Adapter], num_layers: int) -> str:

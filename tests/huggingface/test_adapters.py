@@ -3,8 +3,10 @@
 Each run starts from adapters that peft wrote, with random A and B, so that neither gradient is zero.
 """
 
+import importlib.util
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_lite.commands import convert_checkpoint
 from megatron_lite.errors import CheckpointError
+from megatron_lite.generation.model import load_model as load_local
+from megatron_lite.model.gpt import parameters_of
 from tests.huggingface.test_families import batches, config_of, flags, train
 from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
 from tests.support.harness import run_distributed
@@ -112,6 +117,103 @@ def test_a_merge_rounds_once(tmp_path: Path) -> None:
     for key, value in oracle.merge_and_unload().state_dict().items():
         assert value.dtype == torch.bfloat16 and torch.equal(value, found[key]), key
     assert all(value.dtype == torch.float32 for value in weights(export / "1").values())
+
+
+def convert(source: Path, target: Path, *more: str, kind: str = "huggingface") -> int:
+    return convert_checkpoint.main(
+        [f"--from={source}", f"--to={target}", f"--format={kind}", *more]
+    )
+
+
+def same_files(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        (FEW[0], "--training_dtype=bf16 --ema_type=ema --ema_beta=0.5"),
+        pytest.param(FEW[1], "--export_dtype=bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_merged_later(name: str, more: str, tmp_path: Path) -> None:
+    """The bits of a merge during the run, from its checkpoint, and peft's from its export."""
+    folder = write_folder(name, tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    export = run(folder, tmp_path / "adapter", tmp_path / "run", *more.split())
+    exported = [word.replace("export_", "") for word in more.split() if "export_dtype" in word]
+    assert convert(tmp_path / "run", tmp_path / "later", "--verify", *exported) == 0
+    merged = export / "merged" / "1"
+    assert same_files(merged, tmp_path / "later")
+    config, expected = ((one / "config.json").read_text() for one in (tmp_path / "later", merged))
+    assert config == expected
+    if "ema" in more:
+        averages = ("--weights=average", f"--base={folder}")
+        assert convert(tmp_path / "run", tmp_path / "average", *averages) == 0
+        assert not same_files(merged, tmp_path / "average")
+
+    oracle = peft.PeftModel.from_pretrained(load_model(folder), export / "1").merge_and_unload()
+    assert convert(export / "1", tmp_path / "of_peft", f"--base={folder}", "--verify") == 0
+    found = load_file(tmp_path / "of_peft" / "model.safetensors")
+    own = oracle.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in found.items())
+
+    assert convert(tmp_path / "run", tmp_path / "0", kind="distributed") == 0  # fp32 weights
+    assert convert(tmp_path / "0", tmp_path / "again", "--dtype=bf16") == 0
+    assert convert(tmp_path / "run", tmp_path / "rounded", "--dtype=bf16") == 0
+    assert same_files(tmp_path / "again", tmp_path / "rounded")
+
+
+def test_a_run_of_adapters_is_read_as_the_merged_model(tmp_path: Path) -> None:
+    """By programs that load a model, by a file for llama.cpp, and by a run of two ranks that goes on
+    from it."""
+    folder = write_folder("llama", tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    export = run(folder, tmp_path / "adapter", tmp_path / "run", "--training_dtype=bf16")
+    merged, cpu = export / "merged" / "1", torch.device("cpu")
+    ours, theirs = (
+        load_local(place, None, "bf16", cpu).layers for place in (tmp_path / "run", merged)
+    )
+    for one, other in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+        assert torch.equal(one, other)
+    still = ("--optimizer=sgd", "--lr=0", "--weight_decay=0", "--zero_stage=3")
+    once = ("--train_iters=1", "--export_interval=1", "--training_dtype=bf16")
+    run_distributed(2, train, flags(tmp_path / "run", tmp_path / "next", *still, *once))
+    assert same_files(tmp_path / "next" / "export" / "1", merged)
+    if importlib.util.find_spec("gguf"):
+        assert convert(tmp_path / "run", tmp_path / "one", kind="gguf") == 0
+        assert convert(merged, tmp_path / "other", kind="gguf") == 0
+        one, other = (tmp_path / name / "model.gguf" for name in ("one", "other"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_later_merge_needs_the_model_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder("llama", tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    run(folder, tmp_path / "adapter", tmp_path / "run")
+    other = write_folder("llama", tmp_path / "other")
+    values = load_file(other / "model.safetensors")
+    values["model.norm.weight"][3] += 1e-5
+    save_file(values, other / "model.safetensors", {"format": "pt"})
+    target = tmp_path / "merged"
+    for wrong, code, problem in (
+        (other, 4, "holds adapters to a model of digest .*other is another model; give that"),
+        (write_folder("gpt2", tmp_path / "gpt2"), 4, "does not fit the model"),
+        (tmp_path / "nowhere", 4, "to a model that is not here .*nowhere.* --base"),
+    ):
+        assert convert(tmp_path / "run", target, f"--base={wrong}") == code
+        assert re.search(problem, capsys.readouterr().err)
+    assert convert(tmp_path / "run", folder, "--exist_ok") == 2
+    assert "must not contain each other" in capsys.readouterr().err
+    assert convert(folder, target, f"--base={folder}") == 2
+    assert "holds no adapters; leave it out" in capsys.readouterr().err
+    folder.rename(tmp_path / "moved")
+    assert convert(tmp_path / "run", target) == 4
+    assert "a model that is not here" in capsys.readouterr().err
+    assert convert(tmp_path / "run", target, f"--base={tmp_path / 'moved'}") == 0
+    assert same_files(target, tmp_path / "run" / "export" / "merged" / "1")
 
 
 def changed_config(folder: Path, **changes: Any) -> None:

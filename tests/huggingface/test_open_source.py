@@ -225,7 +225,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: os.rename(f / "model.safetensors", f / SHARD),
         "no model.safetensors.index.json",
     ),
-    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload()"),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "not here (not named); convert_checkpoint takes",
+    ),
     "empty": (only, "the folder is empty"),
     "cut off": (
         lambda f: os.truncate(f / "model.safetensors", 5000),
