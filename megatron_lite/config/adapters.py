@@ -19,7 +19,6 @@ from megatron_lite.config.option import (
 )
 
 UNSUPPORTED = (
-    Rule("optimizer=muon", "it orthogonalizes matrices, and an adapter is half of one"),
     Rule("mup", "its factors are for models trained from random weights"),
     Rule("overlap_tensor_reduce", "products in halves have no adapters yet"),
     Rule("resize_vocabulary", "new rows of a frozen embedding would stay as they begin"),

@@ -83,11 +83,14 @@ class Adapter(torch.nn.Module):
             (sum(sizes[: each.parts.start]), sum(sizes[: each.parts.stop])) for each in maps
         )
         values = Initializer("around_zero", inputs**-0.5), Initializer("constant", 0.0)
-        shapes = (len(maps) * rank, inputs), (sum(each.rows for each in maps), rank)
+        rows = (rank,) * len(maps), tuple(each.rows for each in maps)
+        shapes = (sum(rows[0]), inputs), (sum(rows[1]), rank)
         self.a, self.b = (
-            declare(ParameterSpec(self.name + end, shape, initializer, split=of_part))
-            for end, shape, initializer, of_part in zip(
-                (A, B), shapes, values, (of_a, of_b), strict=True
+            declare(
+                ParameterSpec(self.name + end, shape, initializer, matrix_rows=each, split=of_part)
+            )
+            for end, shape, initializer, each, of_part in zip(
+                (A, B), shapes, values, rows, (of_a, of_b), strict=True
             )
         )
 

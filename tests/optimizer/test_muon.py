@@ -55,6 +55,7 @@ CASES: list[Options] = [
         "freeze": ("embedding", "*norm*"),
     },
     {"full_precision_gradients": False, "training_dtype": "bf16"},
+    LLAMA | {"lora_rank": 3},  # A and B of each map
 ]
 
 
@@ -131,6 +132,11 @@ def oracle(options: Options, before: Weights, specs: list[ParameterSpec]) -> Wei
 def split_rows(spec: ParameterSpec, options: Options) -> list[int]:
     """How many rows each linear map has, from the model's options alone."""
     model = tiny_config(1, **SMALL, **options).model
+    weight = spec.name.partition(".lora_")[0]
+    if spec.name != weight:
+        base = ParameterSpec(f"{weight}.weight", spec.shape, spec.initializer)
+        rows = split_rows(base, options)
+        return [options["lora_rank"]] * len(rows) if spec.name.endswith("lora_a") else rows
     if spec.name.endswith("query_key_value.weight"):
         return [
             model.num_attention_heads * model.kv_channels,

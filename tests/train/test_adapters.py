@@ -116,7 +116,6 @@ def test_the_digest_counts_each_expert_once() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--optimizer=muon", "it orthogonalizes matrices"),
         ("--freeze=blocks.0", "the model is frozen"),
         ("--lr_scales=*.lora_a:0", "a scale of 0 would freeze adapters"),
         ("--num_experts=4", "the bias is part of the frozen model"),
