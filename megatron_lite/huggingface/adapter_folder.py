@@ -50,7 +50,7 @@ FLAG = "--pretrained_adapter"
 # Keys of adapter_config.json that must be absent or empty: with them the adapter is another
 # function.
 UNSUPPORTED = (
-    "modules_to_save rank_pattern alpha_pattern use_dora use_qalora target_parameters lora_bias "
+    "modules_to_save rank_pattern alpha_pattern use_dora use_qalora lora_bias "
     "trainable_token_indices layer_replication alora_invocation_tokens use_bdlora arrow_config "
     "kasa_config monteclora_config"
 )
@@ -59,16 +59,26 @@ PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class AdaptedModule(NamedTuple):
-    """A linear map and the module of theirs that computes it."""
+    """A linear map and the module of theirs that computes it, or the parameter, of all experts."""
 
     map: LinearMap
     module: str  # model.layers.0.self_attn.q_proj
     rows: tuple[MappedRows, ...]  # of the weight, and so of B
+    owner: str  # in keys
 
     def keys(self) -> tuple[str, str]:
         """Return the names of A and B."""
-        a, b = (f"base_model.model.{self.module}.lora_{letter}.weight" for letter in "AB")
+        a, b = (f"base_model.model.{self.owner}.lora_{letter}.weight" for letter in "AB")
         return a, b
+
+    def stacked(self, b: Tensor) -> Tensor:
+        """Return B's, (E o, r), in their order, (o, r E): the expert is the innermost index."""
+        experts = self.map.experts
+        return b.view(experts, -1, b.shape[1]).permute(1, 2, 0).reshape(-1, b.shape[1] * experts)
+
+    def unstacked(self, b: Tensor) -> Tensor:
+        """Return the reverse of `stacked`."""
+        return b.view(len(b), -1, self.map.experts).permute(2, 0, 1).reshape(self.map.rows, -1)
 
     def pairs(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the same rows of B in our tensor, which begins with the map's, and in theirs."""
@@ -89,13 +99,27 @@ def modules_of(
     for each in maps:
         name, end = f"{each.weight}.weight", each.first + each.rows
         rows = tuple(
-            piece._replace(transposed=False)
-            for piece in pieces(name, shapes[name], architecture, model)
+            piece._replace(
+                transposed=False,
+                their_first_row=piece.their_first_row + piece.matrix * each.rows // each.experts,
+            )
+            for piece in pieces(name, shapes[name], architecture, model, in_memory=True)
             if each.first <= piece.first_row < end
         )
         (theirs,) = {piece.name for piece in rows}
-        found.append(AdaptedModule(each, theirs.removesuffix(".weight"), rows))
-    return found
+        module = theirs.removesuffix(".weight")
+        owner = module.rpartition(".")[0] if each.experts > 1 else module
+        found.append(AdaptedModule(each, module, rows, owner))
+    # peft wraps the experts' module for each parameter, down_proj last
+    outer = {
+        each.owner for each in found if each.map.experts > 1 and each.module.endswith("down_proj")
+    }
+    return [
+        each._replace(owner=f"{each.owner}.base_layer")
+        if each.owner in outer and each.module.endswith("gate_up_proj")
+        else each
+        for each in found
+    ]
 
 
 def _of_model(model: MultiStage, config: Config) -> list[AdaptedModule]:
@@ -172,7 +196,7 @@ def _theirs(
         of_b = torch.empty_like(b)
         for ours, theirs in each.pairs(b, of_b):
             theirs.copy_(ours)
-        yield from zip(each.keys(), (a, of_b), strict=True)
+        yield from zip(each.keys(), (a, each.stacked(of_b)), strict=True)
 
 
 def _config_of(modules: Sequence[AdaptedModule], config: Config) -> dict[str, object]:
@@ -186,7 +210,8 @@ def _config_of(modules: Sequence[AdaptedModule], config: Config) -> dict[str, ob
         "lora_alpha": options.lora_alpha or options.lora_rank,
         "use_rslora": options.lora_scaling == "sqrt_rank",
         "lora_dropout": options.lora_dropout,
-        "target_modules": [each.module for each in modules],
+        "target_modules": [each.module for each in modules if each.map.experts == 1],
+        "target_parameters": [each.module for each in modules if each.map.experts > 1] or None,
         "fan_in_fan_out": architecture == "gpt2",
         "bias": "none",
         "inference_mode": True,
@@ -259,12 +284,16 @@ def read(
         ours = list(factors(maps, values, config.adapters.lora_rank))
         for each, (a, b) in () if problems else zip(modules, ours, strict=True):
             theirs = [opened.get_tensor(key).float() for key in each.keys()]
-            if (has := [[*one.shape] for one in theirs]) != [[*a.shape], [*b.shape]]:
-                fitting = f"{[*a.shape]} and {[*b.shape]}"
-                problems.append(f"{each.module} has {has[0]} and {has[1]}, not {fitting}")
+            has, fitting = (
+                [[*one.shape] for one in some] for some in (theirs, (a, each.stacked(b)))
+            )
+            if has != fitting:
+                problems.append(
+                    f"{each.module} has {has[0]} and {has[1]}, not {fitting[0]} and {fitting[1]}"
+                )
                 continue
             a.copy_(theirs[0])
-            for own, rows in each.pairs(b, theirs[1]):
+            for own, rows in each.pairs(b, each.unstacked(theirs[1])):
                 own.copy_(rows)
     if problems:
         raise CheckpointError(f"{folder}: {shorten(problems)}")
@@ -304,10 +333,16 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
             "number, both above 0"
         )
     weights = [layer.weight.spec for layer in linear_layers(build_gpt(model, 1))]
-    maps = [each for spec in weights for each in maps_of(spec, model_type)]
-    maps = [each for each in maps if ".mlp.experts." not in each.name]
+    maps = [each for spec in weights for each in maps_of(spec, model, model_type)]
     architecture = check_exportable(model, model_type)
-    modules = modules_of(maps, {spec.name: spec.shape for spec in weights}, architecture, model)
+    known = {spec.name: spec.shape for spec in weights}, architecture, model
+    parameters = tuple(f".{name}" for name in stated.get("target_parameters") or ())
+    listed = [  # keys of experts do not tell which of two parameters they are of
+        each.map
+        for each in modules_of(maps, *known)
+        if each.map.experts == 1 or f".{each.module}".endswith(parameters)
+    ]
+    modules = modules_of(listed, *known)
     with _opened(folder) as opened:
         found = set(opened.keys())
     names = [each.map.name for each in modules if found & set(each.keys())]

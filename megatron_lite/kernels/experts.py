@@ -14,6 +14,9 @@ and down (E h, f). On GPUs one grouped product multiplies all rows in 16 bits; o
 experts reads the ends of their rows on the host. On a CPU, rows of a few experts pass through all
 products before the next ones do, so that what lies between does not leave the cache.
 
+Adapters of experts (`ExpertAdapter`) have rows of A and of B by expert, so the same products multiply
+them.
+
 Saved for the backward pass, in elements per token: x, u and z (h + 2 K f, gated h + 3 K f); with
 recompute level "activation" x and u, with "full" only x.
 """
@@ -122,6 +125,57 @@ class Products:
             add_product(totals[expert], dy[rows].t(), x[rows], firsts[id(weight)])
 
 
+class ExpertAdapter(NamedTuple):
+    """An adapter of each expert, c B A: a (E r, i), b (E o, r), factor c; see `adapters.py`."""
+
+    a: Parameter
+    b: Parameter
+    factor: float
+
+    def inner(self, part: Products, x: Tensor) -> Tensor:
+        """Compute x (r, i) -> c A x (r, r')."""
+        return part.affine(x, self.a, None).mul_(self.factor)
+
+    def inner_gradient(self, part: Products, dy: Tensor) -> Tensor:
+        """Compute dy (r, o) -> c B^T dy (r, r')."""
+        return part.times(dy, self.b).mul_(self.factor)
+
+
+class ExpertMap(NamedTuple):
+    """A linear map of each expert on sorted rows: weight (E o, i), bias (E o,), and adapters."""
+
+    weight: Parameter
+    bias: Bias
+    adapter: ExpertAdapter | None = None
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Tensors that may be trained."""
+        found = [self.weight, self.bias, *(self.adapter or ())[:2]]
+        return [each for each in found if each is not None]
+
+    def forward(self, part: Products, x: Tensor, with_bias: bool = True) -> Tensor:
+        """Compute x (r, i) -> y (r, o)."""
+        y = part.affine(x, self.weight, self.bias if with_bias else None)
+        if self.adapter is not None:
+            y += part.affine(self.adapter.inner(part, x), self.adapter.b, None)
+        return y
+
+    def backward(self, part: Products, dy: Tensor) -> Tensor:
+        """Compute dy (r, o) -> dx (r, i)."""
+        dx = part.times(dy, self.weight)
+        if self.adapter is not None:
+            dx += part.times(self.adapter.inner_gradient(part, dy), self.adapter.a)
+        return dx
+
+    def add_gradients(self, part: Products, dy: Tensor, x: Tensor, firsts: dict[int, bool]) -> None:
+        """Add to the gradients of what is trained; see `Products.add_gradients`."""
+        part.add_gradients(self.weight, self.bias, dy, x, firsts)
+        if (own := self.adapter) is not None:
+            part.add_gradients(own.a, None, own.inner_gradient(part, dy), x, firsts)
+            part.add_gradients(own.b, None, dy, own.inner(part, x), firsts)
+
+
 class Rows(Segments):
     """The rows of t tokens with K choices each, r = t K, sorted by expert.
 
@@ -192,24 +246,21 @@ class _Experts(Function):
         ctx: Any,
         x: Tensor,
         scores: Tensor,
-        up: Parameter,
-        up_bias: Bias,
-        down: Parameter,
-        down_bias: Bias,
+        up: ExpertMap,
+        down: ExpertMap,
         options: _Options,
+        *parameters: Parameter,
     ) -> Tensor:
-        ctx.weights, ctx.options = (up, up_bias, down, down_bias), options
+        ctx.maps, ctx.options = (up, down), options
         dispatch, level = options.dispatch, options.recompute_level
         rows, keeps = dispatch.home, dispatch.sends and level != "full"
         factors, total = rows.of(scores), cast(Tensor, None)
         us, zs = list[Tensor](), list[Tensor]()
         for part in options.parts(x):
             of_rows = dispatch.rows_of(x, part.span)  # (r, h)
-            us.append(part.affine(of_rows, up, up_bias))  # (r, f) or (r, 2 f)
+            us.append(up.forward(part, of_rows))  # (r, f) or (r, 2 f)
             zs.append(options.activate(us[-1]))  # (r, f)
-            (y,) = dispatch.back(
-                part.affine(zs[-1], down, down_bias if options.adds_bias else None)
-            )()
+            (y,) = dispatch.back(down.forward(part, zs[-1], options.adds_bias))()
             total = rows.added(total, part.span, y, factors[part.span])
             if level != "none":
                 zs.clear()
@@ -221,8 +272,9 @@ class _Experts(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, scores, *saved = ctx.saved_tensors
-        up, up_bias, down, down_bias = ctx.weights
-        options: _Options = ctx.options
+        up: ExpertMap
+        down: ExpertMap
+        (up, down), options = ctx.maps, cast(_Options, ctx.options)
         dispatch, _, activation, gated, limit, level, triton, adds_bias = options
         rows, work = dispatch.home, dispatch.work
         parts = options.parts(dy)
@@ -232,31 +284,32 @@ class _Experts(Function):
             of_rows = dispatch.rows_of(x, part.span) if kept is None else kept  # (r, h)
             of_y = dy.index_select(0, rows.tokens[part.span])  # (r, h)
             arriving = dispatch.out(of_y, factors[part.span])
-            u = part.affine(of_rows, up, up_bias) if level == "full" else saved[number]
+            u = up.forward(part, of_rows) if level == "full" else saved[number]
             z = saved[len(parts) + number] if level == "none" else options.activate(u)
             of_y, score = arriving()  # (r, 1)
             del arriving
-            dz = part.times(of_y, down)
+            dz = down.backward(part, of_y)
             of_score = (dz * z).sum(1, dtype=torch.float32)
-            if adds_bias and down_bias is not None:
-                biases = down_bias.unflatten(0, (work.num_experts, -1))
+            if adds_bias and down.bias is not None:
+                biases = down.bias.unflatten(0, (work.num_experts, -1))
                 of_score += (of_y * biases[work.experts[part.span]]).sum(1, dtype=torch.float32)
-            scaled = z if down_bias is None else of_y  # z is narrower
+            scaled = z if down.bias is None else of_y  # z is narrower
             scaled.mul_(score)
-            part.add_gradients(down, down_bias, of_y, z, firsts)
+            down.add_gradients(part, of_y, z, firsts)
             del of_y, z, scaled
             du, _ = activate_backward(dz.mul_(score), u, activation, gated, False, triton, limit)
-            of_x = [part.times(du, up)] if ctx.needs_input_grad[0] else []
+            of_x = [up.backward(part, du)] if ctx.needs_input_grad[0] else []
             arriving = dispatch.back(of_score, *of_x)
             of_x.clear()
             # while they are on their way
-            part.add_gradients(up, up_bias, du, of_rows, firsts)
+            up.add_gradients(part, du, of_rows, firsts)
             of_score, *of_x = arriving()
             if of_x:
                 total = rows.added(total, part.span, of_x.pop())
             of_scores.append(of_score)
         dx = total.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        return dx, rows.by_choice(torch.cat(of_scores)), *(None,) * 5
+        gradients = dx, rows.by_choice(torch.cat(of_scores))
+        return *gradients, *(None,) * (3 + len(up.parameters + down.parameters))
 
 
 def dispatched(
@@ -278,10 +331,8 @@ def experts(
     x: Tensor,
     scores: Tensor,
     dispatch: Dispatch,
-    up: Parameter,
-    up_bias: Bias,
-    down: Parameter,
-    down_bias: Bias,
+    up: ExpertMap,
+    down: ExpertMap,
     activation: str,
     gated: bool,
     recompute_level: str = "none",
@@ -293,20 +344,22 @@ def experts(
 
     Args:
         dispatch: the rows of x, from `dispatched`.
-        up, up_bias: (E f, h) and (E f,) or, if gated, (E 2 f, h) and (E 2 f,), each expert's gate
+        up: weight (E f, h) and bias (E f,) or, if gated, (E 2 f, h) and (E 2 f,), each expert's gate
             first.
-        down, down_bias: (E h, f) and (E h,).
+        down: (E h, f) and (E h,).
         activation, recompute_level, limit: see `mlp`.
         adds_bias: whether y includes the down bias; with f split over ranks, it does on one of them.
     """
-    products = Products(dispatch.work, _can_group(x, down.shape[1]))
+    ranks = [each.adapter.b.shape[1] for each in (up, down) if each.adapter is not None]
+    products = Products(dispatch.work, _can_group(x, down.weight.shape[1], *ranks))
     options = _Options(
         dispatch, products, activation, gated, limit, recompute_level, triton, adds_bias
     )
-    return _Experts.apply(x, scores, up, up_bias, down, down_bias, options)
+    return _Experts.apply(x, scores, up, down, options, *up.parameters, *down.parameters)
 
 
-def _can_group(x: Tensor, channels: int) -> bool:
+def _can_group(x: Tensor, *channels: int) -> bool:
     """Return whether grouped products can multiply x (t, h): on GPUs in 16 bits, if rows of all
     matrices start at multiples of 16 bytes."""
-    return x.is_cuda and x.dtype.itemsize == 2 and channels % 8 == x.shape[1] % 8 == 0
+    aligned = all(size % 8 == 0 for size in (x.shape[1], *channels))
+    return x.is_cuda and x.dtype.itemsize == 2 and aligned

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.config import Config
+from megatron_lite.config import Config, ModelConfig
 from megatron_lite.config.adapters import FUSED, AdapterConfig
 from megatron_lite.errors import UsageError
 from megatron_lite.kernels.adapters import AdapterPass
+from megatron_lite.kernels.experts import ExpertAdapter
 from megatron_lite.kernels.linear import Products
 from megatron_lite.kernels.tensor_collectives import split_seed
 from megatron_lite.model.parameter_patterns import by_block, compressed, selected
@@ -28,24 +29,26 @@ _MAPS = {"query_key_value": ("query", "key", "value"), "up": ("gate", "up")}
 
 
 class LinearMap(NamedTuple):
-    """A linear map that a weight holds, alone or with others."""
+    """A linear map that a weight holds, alone or with others, or that of every expert."""
 
     name: str  # blocks.0.attention.query
     weight: str  # name of the module: blocks.0.attention.query_key_value
     first: int  # row of the weight
     rows: int
     parts: slice  # of the weight's `matrix_rows`
+    experts: int = 1  # each with an adapter of its own; those of A and of B lie one below the other
 
 
-def maps_of(spec: ParameterSpec, model_type: str | None) -> list[LinearMap]:
+def maps_of(spec: ParameterSpec, model: ModelConfig, model_type: str | None) -> list[LinearMap]:
     """Return the maps of a block's weight that have adapters of their own in peft's files of this
     architecture (None: that of most)."""
     weight = spec.name.removesuffix(".weight")
     place, own = weight.rsplit(".", 1)
     sizes = spec.matrix_rows
     names = _MAPS.get(own, ())
-    if len(sizes) != len(names) or model_type in FUSED[own]:
-        return [LinearMap(weight, weight, 0, spec.shape[0], slice(0, len(sizes)))]
+    experts = model.num_experts if place.endswith(".experts") else 1
+    if experts > 1 or len(sizes) != len(names) or model_type in FUSED[own]:
+        return [LinearMap(weight, weight, 0, spec.shape[0], slice(0, len(sizes)), experts)]
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
         LinearMap(f"{place}.{name}", weight, first, size, slice(number, number + 1))
@@ -55,7 +58,7 @@ def maps_of(spec: ParameterSpec, model_type: str | None) -> list[LinearMap]:
 
 class Adapter(torch.nn.Module):
     """Adapters of linear maps that one weight (o, i) holds: A (m r, i) and B (o', r), the adapters
-    of m maps with o' rows, one below the other.
+    of m maps with o' rows, one below the other; or of one map of each of m experts.
 
     spec: the weight's. maps: those with adapters.
     """
@@ -83,7 +86,8 @@ class Adapter(torch.nn.Module):
             (sum(sizes[: each.parts.start]), sum(sizes[: each.parts.stop])) for each in maps
         )
         values = Initializer("around_zero", inputs**-0.5), Initializer("constant", 0.0)
-        rows = (rank,) * len(maps), tuple(each.rows for each in maps)
+        single = [each.rows // each.experts for each in maps for _ in range(each.experts)]
+        rows = (rank,) * len(single), tuple(single)
         shapes = (sum(rows[0]), inputs), (sum(rows[1]), rank)
         self.a, self.b = (
             declare(
@@ -104,15 +108,19 @@ class Adapter(torch.nn.Module):
             self.a, self.b, self.rows, self.options.lora_factor, p, seed, base
         ).products()
 
+    def of_experts(self) -> ExpertAdapter:
+        """Return the adapters of experts for a pass."""
+        return ExpertAdapter(self.a, self.b, self.options.lora_factor)
+
 
 def add_adapters(linear: Iterable[Any], config: Config) -> list[Adapter]:
     """Give the chosen linear layers adapters. linear: the `Linear` modules of the blocks.
 
     Raises:
-        UsageError: if a pattern of --lora_targets selects nothing, or experts are selected.
+        UsageError: if a pattern of --lora_targets selects nothing, or experts would have dropout.
     """
     options, model_type = config.adapters, config.training.export_model_type
-    found = [(module, maps_of(module.weight.spec, model_type)) for module in linear]
+    found = [(module, maps_of(module.weight.spec, config.model, model_type)) for module in linear]
     names = [each.name for _, maps in found for each in maps]
     of_weights = {maps[0].weight: [each.name for each in maps] for _, maps in found}
     chosen = set[str]()
@@ -124,10 +132,12 @@ def add_adapters(linear: Iterable[Any], config: Config) -> list[Adapter]:
                 raise
             for weight in selected("lora_targets", pattern, [*of_weights]):
                 chosen.update(of_weights[weight])
-    if experts := [name for name in sorted(chosen) if ".mlp.experts." in name]:
+    if options.lora_dropout and (
+        experts := [name for name in names if ".mlp.experts." in name and name in chosen]
+    ):
         raise UsageError(
-            f"--lora_targets: experts have no adapters yet, and {experts[0]} is one of {len(experts)} selected; "
-            "write --lora_targets=attention (and mlp.shared, or the numbers of dense blocks)"
+            f"--lora_dropout={options.lora_dropout:g}: adapters of experts have none, as in peft, and {experts[0]} is "
+            "selected; write --lora_dropout=0 or --lora_targets=attention (and mlp.shared)"
         )
     adapters = []
     for module, maps in found:
@@ -166,9 +176,9 @@ def factors(
     done: dict[str, tuple[int, int]] = {}  # rows of A and B, by weight
     for each in maps:
         of_a, of_b = done.get(each.weight, (0, 0))
-        done[each.weight] = of_a + rank, of_b + each.rows
+        ends = done[each.weight] = of_a + each.experts * rank, of_b + each.rows
         a, b = values[each.weight + A], values[each.weight + B]
-        yield a[of_a : of_a + rank], b[of_b : of_b + each.rows]
+        yield a[of_a : ends[0]], b[of_b : ends[1]]
 
 
 def add_products(
@@ -182,7 +192,10 @@ def add_products(
     name."""
     own = [each for each in maps if f"{each.weight}.weight" == name]
     for each, (a, b) in zip(own, factors(own, values, options.lora_rank), strict=True):
-        weight[each.first : each.first + each.rows] += (b @ a) * options.lora_factor
+        rows = weight[each.first : each.first + each.rows]
+        of_experts = (some.chunk(each.experts) for some in (rows, a, b))
+        for own_rows, own_a, own_b in zip(*of_experts, strict=True):
+            own_rows += (own_b @ own_a) * options.lora_factor
 
 
 def describe(adapters: Sequence[Adapter], num_layers: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.kernels.choice import Kernels
-from megatron_lite.kernels.experts import dispatched, experts
+from megatron_lite.kernels.experts import ExpertMap, dispatched, experts
 from megatron_lite.kernels.linear import complete
 from megatron_lite.kernels.routing import (
     Choice,
@@ -223,10 +223,8 @@ class Experts(torch.nn.Module):
             flat,
             scores,
             dispatch,
-            self.up.weight,
-            self.up.bias,
-            self.down.weight,
-            self.down.bias,
+            _map_of(self.up),
+            _map_of(self.down),
             self.config.activation_type,
             self.config.gated,
             self.recompute_level,
@@ -237,3 +235,8 @@ class Experts(torch.nn.Module):
         if shared is not None:
             branch = branch + shared
         return branch if after is not None else collectives.joined(branch)
+
+
+def _map_of(linear: Linear) -> ExpertMap:
+    adapter = None if linear.adapter is None else linear.adapter.of_experts()
+    return ExpertMap(linear.weight, linear.bias, adapter)

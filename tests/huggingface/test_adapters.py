@@ -20,7 +20,7 @@ from megatron_lite.commands import convert_checkpoint
 from megatron_lite.errors import CheckpointError
 from megatron_lite.generation.model import load_model as load_local
 from megatron_lite.model.gpt import parameters_of
-from tests.huggingface.test_families import batches, config_of, flags, train
+from tests.huggingface.test_families import UNBALANCED, batches, config_of, flags, train
 from tests.support.families import FAMILIES, load_model, logits_of, random_tokens, write_folder
 from tests.support.harness import run_distributed
 
@@ -28,6 +28,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
 NAMES = tuple({name.partition(",")[0]: name for name in reversed(FAMILIES)}.values())
 DENSE = [name for name in NAMES if "num_experts_per_tok" not in FAMILIES[name]]
+EXPERTS = [name for name in NAMES if name not in DENSE]
 FEW = ("llama", "gpt2", "phi3", "gpt_neox")
 RATE = 0.5
 
@@ -83,9 +84,42 @@ def weights(folder: Path) -> dict[str, Tensor]:
 )
 def test_gradients_and_folders_equal_peft(name: str, tmp_path: Path) -> None:
     folder = write_folder(name, tmp_path / "model")
-    oracle = adapted(folder, use_rslora=name != DENSE[0]).train()
+    compare(folder, adapted(folder, use_rslora=name != DENSE[0]).train(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("mixtral", "attention gate_up_proj down_proj"),
+        ("qwen3_moe", "gate_up_proj"),
+        *(
+            pytest.param(name, "attention down_proj gate_up_proj", marks=pytest.mark.slow)
+            for name in EXPERTS
+            if name not in ("mixtral", "qwen3_moe")
+        ),
+        pytest.param("qwen3_moe", "attention down_proj", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_experts_equal_peft(name: str, targets: str, tmp_path: Path) -> None:
+    folder = write_folder(name, tmp_path / "model")
+    model = load_model(folder)
+    found = [each for each in linear_names(model) if "self_attn" in each]
+    options = dict(
+        target_modules=found if "attention" in targets else [],
+        target_parameters=[
+            each
+            for each, _ in model.named_parameters()
+            if ".experts." in each and each.endswith(tuple(targets.split()))
+        ],
+    )
+    assert options["target_parameters"]
+    compare(folder, adapted(folder, **options).train(), tmp_path, UNBALANCED)
+
+
+def compare(folder: Path, oracle: Any, tmp_path: Path, more: tuple[str, ...] = ()) -> None:
+    """Gradients and exports of a run from peft's adapters."""
     oracle.save_pretrained(tmp_path / "adapter")
-    export = run(folder, tmp_path / "adapter", tmp_path / "run")
+    export = run(folder, tmp_path / "adapter", tmp_path / "run", *more)
     (tokens,) = list(batches(flags(folder, tmp_path / "run", "--train_iters=1")))[:1]
     logits = oracle(input_ids=tokens[:, :-1], use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -102,9 +136,14 @@ def test_gradients_and_folders_equal_peft(name: str, tmp_path: Path) -> None:
     found, expected = (logits_of(each, random_tokens()) for each in (merged, ours))
     assert (found - expected).norm() < 1e-6 * expected.norm()
     for key, value in ours.merge_and_unload().state_dict().items():
-        assert torch.equal(value, exported[key]), key
-    stated = json.loads((export / "1" / "adapter_config.json").read_text())
-    assert set(stated["target_modules"]) == set(linear_names(load_model(folder)))
+        limits = {"rtol": 1e-6, "atol": 1e-6} if ".experts." in key else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(exported[key], value, **limits, msg=key)
+    stated, known = (
+        json.loads((place / "adapter_config.json").read_text())
+        for place in (export / "1", tmp_path / "adapter")
+    )
+    for key in ("target_modules", "target_parameters"):
+        assert {*(stated[key] or ())} == {*(known[key] or ())}
 
 
 def test_a_merge_rounds_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.distributed.cpu_collectives import Works
 from megatron_lite.distributed.traffic import FirstWait
 from megatron_lite.kernels import experts as module
-from megatron_lite.kernels.experts import dispatched, experts
+from megatron_lite.kernels.experts import ExpertMap, dispatched, experts
 from megatron_lite.parameter import Parameter
 from tests.kernels import test_experts as whole
 from tests.support.kernel_checks import empty_gradient
@@ -33,7 +33,8 @@ def run(rank: Any, values: Values, chosen: Tensor, level: str, parts: list[list[
     }
     x, scores, *weights = own.values()
     dispatch = dispatched(x, chosen[tokens], COUNT, group)
-    output = experts(x, scores, dispatch, *weights, "silu", True, level)
+    maps = (ExpertMap(*weights[:2]), ExpertMap(*weights[2:]))  # type: ignore[arg-type]
+    output = experts(x, scores, dispatch, *maps, "silu", True, level)
     assert dispatch.work.num_experts == COUNT // group.world_size
     gradient = torch.linspace(-1, 1, values["x"].numel()).view_as(values["x"])[tokens]
     output.backward(gradient)

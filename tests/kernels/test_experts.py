@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels import experts as module
-from megatron_lite.kernels.experts import Rows, dispatched, experts
+from megatron_lite.kernels.experts import ExpertAdapter, ExpertMap, Rows, dispatched, experts
 from megatron_lite.parameter import Parameter
 from tests.support.kernel_checks import DEVICE, TOLERANCE, empty_gradient, implementations
 
 T, H, F, E, K = 37, 12, 10, 5, 2
+RANK, FACTOR = 3, 0.7  # of adapters
 LEVELS = ("none", "activation", "full")
 NAMES = ("x", "scores", "up", "up_bias", "down", "down_bias")
 Values = dict[str, Tensor]
@@ -53,12 +54,18 @@ def run(
     values: Values, chosen: Tensor, gated: bool, level: str = "none", **options: bool
 ) -> Values:
     """Return output and gradients, which overwrite garbage."""
-    tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)
+    tensors: dict[str, Tensor | None] = dict.fromkeys(NAMES)  # and adapters', if any
     for name, value in values.items():
         inner = name in ("x", "scores")
         tensors[name] = value.clone().requires_grad_() if inner else empty_gradient(value.clone())
-    x, scores, *weights = tensors.values()
-    output = experts(x, scores, dispatched(x, chosen, E), *weights, "silu", gated, level, **options)  # type: ignore[arg-type]
+    x, scores, up, up_bias, down, down_bias, *factors = (
+        cast(Parameter, t) for t in tensors.values()
+    )
+    adapters = [
+        ExpertAdapter(a, b, FACTOR) for a, b in zip(factors[::2], factors[1::2], strict=True)
+    ]
+    maps = ExpertMap(up, up_bias, *adapters[:1]), ExpertMap(down, down_bias, *adapters[1:])
+    output = experts(x, scores, dispatched(x, chosen, E), *maps, "silu", gated, level, **options)  # type: ignore[arg-type]
     result = {"output": output.detach().clone()}
     output.backward(torch.linspace(-1, 1, output.numel(), device=DEVICE).view_as(output).to(output))
     for name in values:
@@ -71,6 +78,15 @@ def run(
 def exact(values: Values, chosen: Tensor, gated: bool) -> Values:
     """Return output and gradients of the formula, expert by expert in float64."""
     leaves = {name: value.double().requires_grad_() for name, value in values.items()}
+    total = of_formula(leaves, chosen, gated)
+    total.backward(torch.linspace(-1, 1, total.numel(), device=DEVICE).view_as(total).to(total))
+    return {"output": total.detach()} | {
+        name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()
+    }
+
+
+def of_formula(leaves: Values, chosen: Tensor, gated: bool = True) -> Tensor:
+    """The output, expert by expert."""
     x, scores = leaves["x"], leaves["scores"]
     total = torch.zeros_like(x)
     for expert in range(E):
@@ -85,10 +101,7 @@ def exact(values: Values, chosen: Tensor, gated: bool) -> Values:
         gate, factor = u.chunk(2, 1) if gated else (u, 1.0)
         y = (gate * gate.sigmoid() * factor) @ down.t() + biases[1]
         total = total + y * (scores * (chosen == expert)).sum(1, keepdim=True)
-    total.backward(torch.linspace(-1, 1, total.numel(), device=DEVICE).view_as(total).to(total))
-    return {"output": total.detach()} | {
-        name: cast(Tensor, leaf.grad) for name, leaf in leaves.items()
-    }
+    return total
 
 
 def check(found: Values, wanted: Values, tolerance: float) -> None:
@@ -142,11 +155,12 @@ def test_parts_of_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         x, scores = (values[name].clone().requires_grad_() for name in ("x", "scores"))
         up = empty_gradient(values["up"].clone())
         dispatch = dispatched(x, chosen, E)
-        experts(x, scores, dispatch, up, None, weight, None, "silu", True).sum().backward()
+        maps = ExpertMap(up, None), ExpertMap(weight, None)
+        experts(x, scores, dispatch, *maps, "silu", True).sum().backward()
     once = weight.main_grad.clone()
     weight.gradient_is_empty = True
     dispatch = dispatched(x, chosen, E)
-    experts(x, scores, dispatch, up, None, weight, None, "silu", True).sum().backward()
+    experts(x, scores, dispatch, *maps, "silu", True).sum().backward()
     torch.testing.assert_close(once, 2 * weight.main_grad)
 
 
@@ -156,6 +170,34 @@ def test_grouped_products_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(values, chosen, True)
     monkeypatch.setattr(module, "_can_group", lambda *_: True)
     check(run(values, chosen, True), {name: value.double() for name, value in wanted.items()}, 1e-6)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_adapters(biases: bool, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of frozen experts, against W + c B A in float64; at each level to the bit."""
+    rank = 8 if grouped else RANK
+    values, chosen = make(True, biases, torch.float32, 16), choices("two idle")
+    generator = torch.Generator().manual_seed(2)
+    for name in ("up", "down"):
+        rows, inputs = values[name].shape
+        for end, shape in (("a", (E * rank, inputs)), ("b", (rows, rank))):
+            values[f"{name}_{end}"] = torch.randn(shape, generator=generator).to(DEVICE)
+    wanted = {name: value.double().requires_grad_() for name, value in values.items()}
+    merged = dict(wanted)
+    for name in ("up", "down"):
+        a, b = (merged.pop(f"{name}_{end}").unflatten(0, (E, -1)) for end in "ab")
+        merged[name] = merged[name] + FACTOR * (b @ a).flatten(0, 1)
+    output = of_formula(merged, chosen)
+    weight = torch.linspace(-1, 1, output.numel(), device=DEVICE).view_as(output)
+    output.backward(weight.to(output))
+    gradients = {name: cast(Tensor, leaf.grad) for name, leaf in wanted.items()}
+    monkeypatch.setattr(module, "_can_group", lambda *_: grouped)
+    monkeypatch.setattr(module, "PART_ROWS", 8)
+    first, *others = (run(values, chosen, True, level) for level in LEVELS)
+    check(first, gradients | {"output": output.detach()}, TOLERANCE[torch.float32])
+    for other in others:
+        assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
 def test_one_rank_adds_the_bias() -> None:

@@ -43,11 +43,13 @@ def test_maps_that_files_hold_in_one_tensor_have_one_adapter() -> None:
     assert found == ["attention.query_key_value", "attention.output", "mlp.up", "mlp.down"]
 
 
-def test_experts_and_ends_of_the_model_have_none() -> None:
+def test_experts_have_adapters_and_ends_of_the_model_have_none() -> None:
     shared = ["mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"]
+    experts = ["mlp.experts.up", "mlp.experts.down"]
     assert maps(("attention", "mlp.shared"), **EXPERTS) == [*EVERY[:4], *shared]
-    with pytest.raises(UsageError, match="experts have no adapters yet"):
-        maps((), **EXPERTS)
+    assert maps((), **EXPERTS) == [*EVERY[:4], *experts, *shared]
+    with pytest.raises(UsageError, match="adapters of experts have none, as in peft, and blocks.1"):
+        maps((), lora_dropout=0.1, **EXPERTS)
     for target in ("embedding", "head", "mlp.router"):
         with pytest.raises(UsageError, match="matches nothing"):
             maps((target,), **EXPERTS)
