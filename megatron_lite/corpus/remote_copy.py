@@ -140,6 +140,15 @@ def _pinned(storage: Storage, folder: Path, address: str, kept: str | None) -> s
     return str(pinned)
 
 
+def hub_name(copy: Path) -> tuple[str, str] | None:
+    """Return the name and commit on the Hugging Face hub of a model that is copied to this folder;
+    None: it is no such copy."""
+    pinned = read_object(copy.parent / RECORD).get(PINNED, "")
+    name, _, commit = pinned.partition("@")
+    is_whole = "/" not in commit and pinned.endswith(f"/{copy.name}")
+    return (name, commit) if is_whole else None
+
+
 def _is_complete(folder: Path) -> bool:
     """Return whether a copy from the hub has every file, so that it needs no network."""
     record = read_object(folder / RECORD)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.files import TensorToWrite
 from megatron_lite.checkpoint.names import has_only_our_files, new_nonce, work_path
-from megatron_lite.config import Config, ModelConfig, Options
+from megatron_lite.config import Config, JsonObject, ModelConfig, Options
 from megatron_lite.config.adapters import AdapterConfig
 from megatron_lite.distributed.agreement import together, write_together
 from megatron_lite.distributed.process_group import Distributed
@@ -141,12 +141,13 @@ def save(
     directory: Path,
     model: MultiStage,
     config: Config,
+    base: JsonObject,
     distributed: Distributed,
     check: Callable[[], None],
 ) -> None:
     """Write a folder for peft, replacing an older one of the same name. Collective.
 
-    check: see `writing.Save`.
+    base: keys of `adapter_config.json` that name the frozen model. check: see `writing.Save`.
 
     Raises:
         StorageError: on every rank, if the folder cannot be written.
@@ -174,7 +175,7 @@ def save(
         files.write_tensors(
             temporary / WEIGHTS_NAME, listed, {"format": "pt"}, lambda num_bytes: None
         )
-        text = json.dumps(_config_of(modules, config), indent=2)
+        text = json.dumps(base | _config_of(modules, config), indent=2)
         files.write_text(temporary / CONFIG_NAME, f"{text}\n")
         check()
         files.publish(temporary, directory, has_only_our_files)
@@ -205,7 +206,6 @@ def _config_of(modules: Sequence[AdaptedModule], config: Config) -> dict[str, ob
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.source.pretrained_checkpoint_path,
         "r": options.lora_rank,
         "lora_alpha": options.lora_alpha or options.lora_rank,
         "use_rslora": options.lora_scaling == "sqrt_rank",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_lite.checkpoint.saved_state import training_facts
-from megatron_lite.config import Config
+from megatron_lite.config import Config, JsonObject
+from megatron_lite.corpus.remote_copy import hub_name
 from megatron_lite.huggingface import adapter_folder
 from megatron_lite.huggingface.adapter_folder import merged_weights
 from megatron_lite.huggingface.export import export_weights, save_huggingface
@@ -21,7 +22,8 @@ def write_export(run: Run, folder: Path, config: Config) -> None:
         NumericsError: on every rank, if a weight is not finite in the dtype of the export.
     """
     if config.adapters.lora_rank:
-        adapter_folder.save(folder, run.model, config, run.distributed, run.experiment.check)
+        base = _base_of(config.source.pretrained_checkpoint_path)
+        adapter_folder.save(folder, run.model, config, base, run.distributed, run.experiment.check)
         if not config.adapters.export_merged:
             return
         folder = folder.parent / "merged" / folder.name
@@ -39,3 +41,12 @@ def write_export(run: Run, folder: Path, config: Config) -> None:
     save_huggingface(
         folder, run.model, config, run.distributed, weights, run.experiment.check, trained
     )
+
+
+def _base_of(folder: str | None) -> JsonObject:
+    """Return what `adapter_config.json` says about the frozen model: its name on the hub, or a path
+    that holds in any working directory."""
+    if folder is None:
+        return {"base_model_name_or_path": None}
+    name, commit = hub_name(Path(folder)) or (str(Path(folder).absolute()), None)
+    return {"base_model_name_or_path": name, "revision": commit}

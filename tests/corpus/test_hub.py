@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.corpus.from_text import resolve_data
-from megatron_lite.corpus.remote_copy import local_copy, pin_of
+from megatron_lite.corpus.remote_copy import hub_name, local_copy, pin_of
 from megatron_lite.errors import DataError
 from tests.support.harness import tiny_config
 from tests.support.hub_server import Hub
@@ -59,6 +59,10 @@ def test_folders_patterns_and_models(hub: Hub, tmp_path: Path) -> None:
     model = {name: MODEL[name] for name in ("config.json", "model.safetensors")}
     assert copied("hf://me/m") == model
     assert copied(f"hf://me/m@{old}") == model | {"config.json": b"{1}"}
+    named = Path(local_copy(f"hf://me/m@{old}", "pretrained_checkpoint_path", str(tmp_path)))
+    assert hub_name(named) == ("me/m", old)
+    part = Path(local_copy("hf://datasets/me/texts/data", "data_path", str(tmp_path)))
+    assert hub_name(part) is None is hub_name(tmp_path)
 
 
 def test_the_first_commit_stays_and_needs_no_network(hub: Hub, tmp_path: Path) -> None:
