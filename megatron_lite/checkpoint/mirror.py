@@ -14,6 +14,7 @@ pause, and again before each pass.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
@@ -451,12 +452,15 @@ class Mirror:
     def _unsent(self) -> list[Path]:
         """List the folders that may be missing remotely: first the newest checkpoint, then exports,
         then other checkpoints."""
-        best, found = self._root / "export" / "best", list[Path]()
+        root, found = self._root / "export", list[Path]()
+        best = root / "best"
         own, *others = (
             [path for _, path in find_checkpoints(one)]
-            for one in (self._checkpoints, best.parent, best)
+            for one in (self._checkpoints, root, best, root / "merged")
         )
-        exports = [*others[0], *others[1], *([best] if (best / "config.json").exists() else [])]
+        # config.json of a model, adapter_config.json of adapters
+        bests = [one for one in (best, root / "merged" / "best") if [*one.glob("*config.json")]]
+        exports = [*itertools.chain(*others), *bests]
         for folder in (*own[:1], *exports, *own[1:]):
             with contextlib.suppress(FileNotFoundError):
                 if not folder.name.startswith(".") and _identity(folder) not in self._sent:

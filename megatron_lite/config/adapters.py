@@ -81,7 +81,6 @@ class AdapterConfig(Area):
     export_merged: bool = option(
         False,
         "also export the model with its adapters merged, to export/merged",
-        excludes=(Rule("mirror", "a mirror has no place for merged models"),),
         idle_unless="lora_rank and export_interval or keep_best",
     )
 

@@ -365,6 +365,18 @@ def test_a_slow_store_holds_up_nothing_and_gets_whole_checkpoints(
     assert [*dict.fromkeys(puts)] == ["10", "40"]
 
 
+def test_adapters_and_merged_models_are_there_too(tmp_path: Path) -> None:
+    root = run_folder(tmp_path / "a", 10)
+    files = [f"{name}/adapter_config.json" for name in ("best", "10")]
+    files += [f"merged/{name}/config.json" for name in ("best", "10")]
+    for name in files:
+        (root / "export" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "export" / name).write_text(name)
+    finish(make(root, str(tmp_path / "store")))
+    for name in files:
+        assert (tmp_path / "store" / "export" / name).read_text() == name
+
+
 def test_the_best_checkpoint_and_its_export_are_there_too(tmp_path: Path) -> None:
     """A restore brings the checkpoint that the newest one names as the best; a replaced export/best
     is sent again."""
