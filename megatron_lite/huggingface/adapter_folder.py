@@ -9,7 +9,7 @@ read if all of its keys are used and lora_alpha is there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_lite.checkpoint import files
 from megatron_lite.checkpoint.files import TensorToWrite
@@ -79,6 +80,13 @@ class AdaptedModule(NamedTuple):
     def unstacked(self, b: Tensor) -> Tensor:
         """Return the reverse of `stacked`."""
         return b.view(len(b), -1, self.map.experts).permute(2, 0, 1).reshape(self.map.rows, -1)
+
+    def padded(self, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Return their A and B with zeros for what they lack of a rank."""
+        of_experts = a.view(self.map.experts, -1, a.shape[1]), b.view(len(b), -1, self.map.experts)
+        zeros = (0, 0, 0, max(0, rank - of_experts[0].shape[1]))
+        wide_a, wide_b = (functional.pad(each, zeros) for each in of_experts)
+        return wide_a.flatten(0, 1), wide_b.flatten(1)
 
     def pairs(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the same rows of B in our tensor, which begins with the map's, and in theirs."""
@@ -277,27 +285,70 @@ def read(
     values = {name: torch.empty(shape) for name, shape in shapes.items() if is_of_adapter(name)}
     architecture = check_exportable(config.model, config.training.export_model_type)
     modules = modules_of(maps, shapes, architecture, config.model)
+    rank = config.adapters.lora_rank
     with _opened(folder) as opened:
-        found, wanted = set(opened.keys()), {key for each in modules for key in each.keys()}
-        problems = [f"no {key}" for key in sorted(wanted - found)]
-        problems += [f"{key} is not used" for key in sorted(found - wanted)]
-        ours = list(factors(maps, values, config.adapters.lora_rank))
-        for each, (a, b) in () if problems else zip(modules, ours, strict=True):
-            theirs = [opened.get_tensor(key).float() for key in each.keys()]
-            has, fitting = (
-                [[*one.shape] for one in some] for some in (theirs, (a, each.stacked(b)))
+        tensors = {key: opened.get_tensor(key).float() for key in opened.keys()}
+    known, is_padded = (shapes, architecture, config.model), False
+    for each in modules:
+        if parts := _by_expert(each, *known, {*tensors}):
+            is_padded = True
+            try:
+                tensors |= zip(each.keys(), _together(each, parts, tensors), strict=True)
+            except (KeyError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"{folder}: {each.module}: the adapters of single experts are not alike ({error})"
+                ) from None
+    found, wanted = set(tensors), {key for each in modules for key in each.keys()}
+    problems = [f"no {key}" for key in sorted(wanted - found)]
+    problems += [f"{key} is not used" for key in sorted(found - wanted)]
+    ours = list(factors(maps, values, rank))
+    for each, (a, b) in () if problems else zip(modules, ours, strict=True):
+        theirs = [tensors[key] for key in each.keys()]
+        if is_padded:
+            theirs = [*each.padded(theirs[0], theirs[1], rank)]
+        has, fitting = ([[*one.shape] for one in some] for some in (theirs, (a, each.stacked(b))))
+        if has != fitting:
+            problems.append(
+                f"{each.module} has {has[0]} and {has[1]}, not {fitting[0]} and {fitting[1]}"
             )
-            if has != fitting:
-                problems.append(
-                    f"{each.module} has {has[0]} and {has[1]}, not {fitting[0]} and {fitting[1]}"
-                )
-                continue
-            a.copy_(theirs[0])
-            for own, rows in each.pairs(b, each.unstacked(theirs[1])):
-                own.copy_(rows)
+            continue
+        a.copy_(theirs[0])
+        for own, rows in each.pairs(b, each.unstacked(theirs[1])):
+            own.copy_(rows)
     if problems:
         raise CheckpointError(f"{folder}: {shorten(problems)}")
     return values
+
+
+def _by_expert(
+    each: AdaptedModule,
+    shapes: Mapping[str, tuple[int, ...]],
+    architecture: str,
+    model: ModelConfig,
+    found: Collection[str],
+) -> list[tuple[str, MappedRows]]:
+    """Return the adapters of single experts, if there are keys of some: the begin of their keys,
+    and their rows."""
+    name = f"{each.map.weight}.weight"
+    parts = [
+        (f"base_model.model.{piece.name.removesuffix('.weight')}.lora_", piece)
+        for piece in pieces(name, shapes[name], architecture, model)
+    ]
+    return parts if each.map.experts > 1 and f"{parts[0][0]}A.weight" in found else []
+
+
+def _together(
+    each: AdaptedModule, parts: Sequence[tuple[str, MappedRows]], tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return one A and one B for all experts, as peft does: an expert's gate and up lie one after
+    the other along the rank, and B is zero where it would mix them."""
+    a = torch.cat([tensors.pop(f"{key}A.weight") for key, _ in parts])
+    rank, count = len(a) // len(parts), len(parts) // each.map.experts
+    b = a.new_zeros(each.map.rows, count * rank)
+    for number, (key, piece) in enumerate(parts):
+        columns = slice(number % count * rank, (number % count + 1) * rank)
+        b[piece.first_row : piece.first_row + piece.rows, columns] = tensors.pop(f"{key}B.weight")
+    return a, each.stacked(b)
 
 
 def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Options:
@@ -336,16 +387,22 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
     maps = [each for spec in weights for each in maps_of(spec, model, model_type)]
     architecture = check_exportable(model, model_type)
     known = {spec.name: spec.shape for spec in weights}, architecture, model
-    parameters = tuple(f".{name}" for name in stated.get("target_parameters") or ())
-    listed = [  # keys of experts do not tell which of two parameters they are of
-        each.map
-        for each in modules_of(maps, *known)
-        if each.map.experts == 1 or f".{each.module}".endswith(parameters)
-    ]
-    modules = modules_of(listed, *known)
     with _opened(folder) as opened:
         found = set(opened.keys())
-    names = [each.map.name for each in modules if found & set(each.keys())]
+    parameters = tuple(f".{name}" for name in stated.get("target_parameters") or ())
+    names, times = list[str](), 1  # an expert's gate and up become one adapter of twice the rank
+    for each in modules_of(maps, *known):
+        parts = _by_expert(each, *known, found)
+        times = max(times, len(parts) // each.map.experts)
+        is_there = bool(parts) or not found.isdisjoint(each.keys())
+        if each.map.experts > 1 and not parts:  # keys do not tell of which parameter they are
+            is_there = f".{each.module}".endswith(parameters)
+        names += [each.map.name] * is_there
+    if times > 1 and stated.get("use_rslora"):
+        raise CheckpointError(
+            f"{folder}: {CONFIG_NAME} has use_rslora=True and adapters of single experts, whose factor in peft depends "
+            "on the version of transformers"
+        )
     groups = by_block(names)
     targets = [
         name
@@ -357,8 +414,8 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
         )
     ]
     return {
-        "lora_rank": rank,
-        "lora_alpha": float(alpha),
+        "lora_rank": rank * times,
+        "lora_alpha": float(alpha) * times,
         "lora_scaling": "sqrt_rank" if stated.get("use_rslora") else "rank",
         "lora_targets": () if len(names) == len(maps) else tuple(targets),
     }

@@ -118,6 +118,54 @@ def test_adapters_of_experts_equal_peft(name: str, targets: str, tmp_path: Path)
     compare(folder, adapted(folder, **options), tmp_path, options, UNBALANCED)
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("mixtral", ("q_proj",)),
+        pytest.param("qwen3_moe", (), marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_by_expert_are_read(name: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    """The form of peft with transformers 4: two maps of an expert become one, of twice the rank."""
+    folder, rank = write_folder(name, tmp_path / "model"), 2
+    tensors: dict[str, Tensor] = {}
+    for key, weight in load_file(folder / "model.safetensors").items():
+        module = key.removesuffix(".weight")
+        if ".experts." in module or module.endswith(others):
+            for letter, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                values = torch.randn(shape, generator=torch.Generator().manual_seed(len(tensors)))
+                tensors[f"base_model.model.{module}.lora_{letter}.weight"] = 0.1 * values
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    found = {key.split(".lora_")[0].rpartition(".")[2] for key in tensors}
+    stated = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 3}
+    stated |= {"target_modules": sorted(found)}
+    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+
+    oracle = peft.PeftModel.from_pretrained(load_model(folder), adapter).eval()
+    expected = logits_of(oracle, random_tokens())
+    assert convert(adapter, tmp_path / "merged", f"--base={folder}") == 0
+    error = logits_of(load_model(tmp_path / "merged"), random_tokens()) - expected
+    assert error.norm() < 3e-6 * expected.norm()
+    export = run(folder, adapter, tmp_path / "run", *UNBALANCED)
+    again = peft.PeftModel.from_pretrained(load_model(folder), export / "1").eval()
+    trained, merged = (
+        logits_of(each, random_tokens()) for each in (again, load_model(export / "merged" / "1"))
+    )
+    assert (trained - merged).norm() < 3e-6 * merged.norm()
+    assert (trained - expected).norm() > 1e-3 * expected.norm()
+
+    changed_config(adapter, use_rslora=True)
+    with pytest.raises(RuntimeError, match="whose factor in peft depends on the version"):
+        run(folder, adapter, tmp_path / "other", *UNBALANCED)
+    changed_config(adapter, use_rslora=False)
+    del tensors[next(key for key in tensors if ".experts.3." in key)]
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="the adapters of single experts are not alike"):
+        run(folder, adapter, tmp_path / "other", *UNBALANCED)
+
+
 def compare(
     folder: Path,
     oracle: Any,
