@@ -68,7 +68,7 @@ class LocalModel:
         self.dtype = dtype
         self.longest = length
         self.training = source.training
-        self.folder = source.folder
+        self.folder = source.facts.folder
         self._most_threads = torch.get_num_threads()
         self.layers = build_gpt(self.config, length, REFERENCES)
         source.check(shapes_of(self.layers))

@@ -129,7 +129,7 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
 def _adapter(folder: Path) -> str:
     return (
         f"{folder}: it holds an adapter ({ADAPTER_NAME}); give its model's folder (training takes the adapter as "
-        "--pretrained_adapter), or the merged model, which convert_checkpoint --from={folder} writes"
+        f"--pretrained_adapter), or the merged model, which convert_checkpoint --from={folder} writes"
     )
 
 

@@ -218,6 +218,7 @@ class RandomSource:
         self.model = tiny_config(
             num_layers=2, sequence_length=40, init_method_std=0.4, **options
         ).model
+        self.facts = self
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes

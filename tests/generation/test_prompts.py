@@ -194,6 +194,10 @@ def test_tokenizers_of_folders(tmp_path: Path) -> None:
     assert open_tokenizer(tmp_path, None, True).encode(spelled) == [256]
     assert len(open_tokenizer(tmp_path, None, False).encode(spelled)) == len(spelled)
     assert open_tokenizer(tmp_path, "byte", False).encode("a") == [97]
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{tmp_path}"}}')
+    assert open_tokenizer(adapter, None, True).encode(spelled) == [256]
 
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))
