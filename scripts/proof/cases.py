@@ -200,7 +200,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "--lora_rank=3 --lora_targets=query,value,down --lora_scaling=sqrt_rank",
             "--lora_rank=4 --lora_alpha=8 --lora_targets=blocks.1,key,attention.output",
             "--lora_rank=1 --lora_targets=up,query_key_value",
-            "--lora_rank=2 --lora_targets=attention",  # also beside experts
+            "--lora_rank=2 --lora_targets=attention",
         ),
         "rates": ("", "--lr_scales=blocks:0.25,*.down.*:0.5", "--lr_scales=blocks.0:0,blocks.1:2"),
         "average": (
@@ -316,7 +316,7 @@ class Case(NamedTuple):
             )
         if "lora_rank" in self.options:
             for part in parts:
-                model_layers(part.config, REFERENCES)  # its patterns may select nothing, or experts
+                model_layers(part.config, REFERENCES)  # its patterns may select nothing
         if self._averages and self.in_8_bits and any(_data_ranks(part) > 1 for part in parts):
             rule = "a mean is of the micro-batches of all data-parallel ranks, and 8 bits round by those of each"
             raise UsageError(

@@ -92,6 +92,34 @@ def test_ranks_and_stages_compute_the_same(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected[key], rtol=1e-4, atol=1e-6)
 
 
+def test_ranks_share_out_and_split_adapters_of_experts(tmp_path: Path) -> None:
+    """Ranks that share the experts out, then ranks that split each, which read what the former
+    wrote; the model is random."""
+    words = "--hidden_size=32 --num_attention_heads=4 --kv_channels=8 --num_layers=2 --vocab_size=61 --ffn_hidden_size=24"
+    words += " --gated=1 --normalization_type=rms_norm --add_linear_biases=0 --use_rotary_embeddings=1 --num_experts=4"
+    words += " --num_experts_per_token=2 --moe_router_bias_update_rate=0"
+    words += " --lora_dropout=0 --lora_targets=mlp.experts,query"
+
+    def train_on(experiment: str, ranks: int, *more: str, **groups: int) -> None:
+        ends = (
+            "--train_iters=4",
+            "--export_interval=4",
+            "--checkpoint_interval=2",
+            "--lora_rank=3",
+        )
+        flags_ = [*flags(tmp_path, tmp_path / experiment, *words.split(), *ends, *more)[1:]]
+        flags_ += [f"--{name}={size}" for name, size in groups.items()]
+        run_distributed(ranks, train, flags_, **groups)  # type: ignore[arg-type]
+
+    train_on("one", 1)
+    train_on("many", 2, "--stop_interval=2", "--zero_stage=2", expert_parallel=2)
+    train_on("many", 2, tensor_parallel=2)
+    expected = adapters(tmp_path / "one")
+    assert any(".experts.base_layer.lora_A" in key for key in expected)
+    for key, found in adapters(tmp_path / "many").items():
+        torch.testing.assert_close(found, expected[key], rtol=1e-4, atol=1e-6)
+
+
 def digest(distributed: Distributed, sizes: dict[str, int]) -> str:
     """The digest of a model with experts on one of its ranks."""
     experts = dict(num_experts=4, moe_router_bias_update_rate=0.0, **sizes)
