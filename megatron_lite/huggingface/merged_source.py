@@ -57,14 +57,9 @@ class MergedSource(WeightSource):
         else:
             config = unflatten(with_tuples(adapters.content.config))
         layers = build_gpt(self.model, 1)
-        self._options, self._maps = (
-            config.adapters,
-            [
-                each
-                for adapter in add_adapters(linear_layers(layers), config)
-                for each in adapter.maps
-            ],
-        )
+        self._options = config.adapters
+        adapted = add_adapters(linear_layers(layers), config)
+        self._maps = [each for adapter in adapted for each in adapter.maps]
         self._specs = {parameter.spec.name: parameter.spec for parameter in parameters_of(layers)}
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         of_adapters = {name: shape for name, shape in shapes.items() if is_of_adapter(name)}
