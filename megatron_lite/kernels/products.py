@@ -45,15 +45,19 @@ def _converts(a: Tensor) -> bool:
 
 
 def affine(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    varies: bool = False,
 ) -> Tensor:
     """Compute x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in `out` (t, o)
-    if given."""
+    if given. varies: see `matmul_library.py`."""
     if _converts(x):
         rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
-    cost = x.device, x.dtype, x.numel() * weight.shape[0]
+    cost = x.device, x.dtype, 0 if varies else x.numel() * weight.shape[0]
     if out is None:
         return in_its_library(functional.linear, *cost)(x, weight, bias)
     if x.dim() == 3 and not x.is_contiguous():  # reshaping would copy the rows
@@ -69,13 +73,15 @@ def affine(
     return in_its_library(torch.addmm, *cost)(bias, rows, weight.t(), out=out)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given."""
+def product(a: Tensor, b: Tensor, out: Tensor | None = None, varies: bool = False) -> Tensor:
+    """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given. varies: see
+    `matmul_library.py`."""
     if _converts(a):
         return multiply_in_fp32(
             a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t()
         )
-    return in_its_library(torch.mm, a.device, a.dtype, a.numel() * b.shape[0])(a, b.t(), out=out)
+    multiplications = 0 if varies else a.numel() * b.shape[0]
+    return in_its_library(torch.mm, a.device, a.dtype, multiplications)(a, b.t(), out=out)
 
 
 def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
@@ -89,12 +95,12 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 # ---------------------------------------------------------------------------------------
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, varies: bool = False) -> None:
     """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; the first product overwrites the
-    total."""
+    total. varies: see `matmul_library.py`."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
-    run = in_its_library(method.run, a.device, a.dtype, a.numel() * b.shape[1])
-    run(total, a, b, first)
+    multiplications = 0 if varies else a.numel() * b.shape[1]
+    in_its_library(method.run, a.device, a.dtype, multiplications)(total, a, b, first)
 
 
 class ProductAccumulation(NamedTuple):
