@@ -57,7 +57,7 @@ class AdapterPass:
         flat = self._dropped(complete(x).flatten(0, -2))
         self._u = product(flat, self.a).mul_(self.factor)
         for of_y, b, of_u in self._maps(y.view(-1, y.shape[-1]), self._u):
-            add_product(of_y, of_u, b.t(), first=False)
+            add_product(of_y, of_u, b.t(), first=False, blas=True)
         return y
 
     def _input_gradient(self, dy: Arriving, weight: Parameter) -> Tensor:
@@ -65,7 +65,7 @@ class AdapterPass:
         dx = self.base.input_gradient(dy, weight)
         self._t = self._inner_gradient(complete(dy))
         if (mask := self._mask(dx)) is None:
-            add_product(dx, self._t, self.a.detach(), first=False)
+            add_product(dx, self._t, self.a.detach(), first=False, blas=True)
         else:
             dx += product(self._t, self.a.t()).mul_(mask)
         return dx

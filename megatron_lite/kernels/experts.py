@@ -77,7 +77,7 @@ class Products:
         result = x.new_empty(len(x), weights.shape[1])
         for expert, rows in self._used():
             own = None if biases is None else biases[expert]
-            affine(x[rows], weights[expert], own, result[rows], varies=True)
+            affine(x[rows], weights[expert], own, result[rows], blas=True)
         return result
 
     def times(self, dy: Tensor, weight: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Products:
             return functional.grouped_mm(dy, weights, offs=self.rows.ends)
         result = dy.new_empty(len(dy), weights.shape[2])
         for expert, rows in self._used():
-            product(dy[rows], weights[expert].t(), result[rows], varies=True)
+            product(dy[rows], weights[expert].t(), result[rows], blas=True)
         return result
 
     def add_gradients(
@@ -123,7 +123,7 @@ class Products:
                     totals[expert].zero_()
         for expert, rows in self._used():
             is_first = firsts[id(weight)]
-            add_product(totals[expert], dy[rows].t(), x[rows], is_first, varies=True)
+            add_product(totals[expert], dy[rows].t(), x[rows], is_first, blas=True)
 
 
 class ExpertAdapter(NamedTuple):

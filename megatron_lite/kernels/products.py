@@ -49,15 +49,15 @@ def affine(
     weight: Tensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    varies: bool = False,
+    blas: bool = False,
 ) -> Tensor:
     """Compute x (..., i), weight (o, i), bias (o,) -> (..., o), without autograd; in `out` (t, o)
-    if given. varies: see `matmul_library.py`."""
+    if given. blas: see `matmul_library.py`."""
     if _converts(x):
         rows = x.reshape(-1, x.shape[-1])
         memory = x.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
         return multiply_in_fp32(memory, rows, weight.t(), bias).view(*x.shape[:-1], -1)
-    cost = x.device, x.dtype, 0 if varies else x.numel() * weight.shape[0]
+    cost = x.device, x.dtype, 0 if blas else x.numel() * weight.shape[0]
     if out is None:
         return in_its_library(functional.linear, *cost)(x, weight, bias)
     if x.dim() == 3 and not x.is_contiguous():  # reshaping would copy the rows
@@ -73,14 +73,14 @@ def affine(
     return in_its_library(torch.addmm, *cost)(bias, rows, weight.t(), out=out)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None, varies: bool = False) -> Tensor:
-    """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given. varies: see
+def product(a: Tensor, b: Tensor, out: Tensor | None = None, blas: bool = False) -> Tensor:
+    """Return a (m, k) b (n, k)^T, (m, n), in the memory of `out` if given. blas: see
     `matmul_library.py`."""
     if _converts(a):
         return multiply_in_fp32(
             a.new_empty(a.shape[0], b.shape[0]) if out is None else out, a, b.t()
         )
-    multiplications = 0 if varies else a.numel() * b.shape[0]
+    multiplications = 0 if blas else a.numel() * b.shape[0]
     return in_its_library(torch.mm, a.device, a.dtype, multiplications)(a, b.t(), out=out)
 
 
@@ -95,11 +95,11 @@ def scaled_product(addend: Tensor, a: Tensor, b: Tensor, beta: float, alpha: flo
 # ---------------------------------------------------------------------------------------
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, varies: bool = False) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, blas: bool = False) -> None:
     """Add a (m, k) b (k, n) to total (m, n), in the total's dtype; the first product overwrites the
-    total. varies: see `matmul_library.py`."""
+    total. blas: see `matmul_library.py`."""
     method = product_accumulation(a.device, a.dtype, total.dtype)
-    multiplications = 0 if varies else a.numel() * b.shape[1]
+    multiplications = 0 if blas else a.numel() * b.shape[1]
     in_its_library(method.run, a.device, a.dtype, multiplications)(total, a, b, first)
 
 

@@ -12,7 +12,14 @@ from megatron_lite.kernels.adapters import AdapterPass
 from megatron_lite.kernels.linear import PLAIN, Products, linear
 from megatron_lite.kernels.mlp import mlp
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import compare, dtypes, empty_gradient, randn, saved_tensors
+from tests.support.kernel_checks import (
+    calls_of_onednn,
+    compare,
+    dtypes,
+    empty_gradient,
+    randn,
+    saved_tensors,
+)
 
 FACTOR = 0.7
 SEED = 3
@@ -76,6 +83,17 @@ def test_mlp(gated: bool, level: str) -> None:
 
     weights = [randn(RANK, INPUTS), randn(8, RANK), randn(RANK, down.shape[1]), randn(5, RANK)]
     compare(ours, exact, [randn(3, INPUTS)], weights, torch.float32)
+
+
+def test_onednn_adds_no_product_of_low_rank() -> None:
+    """It takes longer than the BLAS to add one, not to write one."""
+    a, b = (empty_gradient(randn(*shape)) for shape in ((2 * RANK, INPUTS), (5, RANK)))
+    weight = frozen(randn(OUTPUTS, INPUTS), torch.float32)
+    with calls_of_onednn() as calls:
+        x = randn(3, INPUTS).requires_grad_()
+        linear(x, weight, products=products(a, b)).sum().backward()
+    added = [operands[-1] is False for operands in calls]  # whether a product is the first one
+    assert added and not any(added)
 
 
 def test_a_pass_keeps_inputs_and_no_gradient_of_the_weight() -> None:

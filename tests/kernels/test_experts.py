@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron_lite.kernels import experts as module
-from megatron_lite.kernels import matmul_library
 from megatron_lite.kernels.experts import ExpertAdapter, ExpertMap, Rows, dispatched, experts
 from megatron_lite.kernels.products import product
 from megatron_lite.parameter import Parameter
-from tests.support.kernel_checks import DEVICE, TOLERANCE, empty_gradient, implementations
+from tests.support.kernel_checks import (
+    DEVICE,
+    TOLERANCE,
+    calls_of_onednn,
+    empty_gradient,
+    implementations,
+)
 
 T, H, F, E, K = 37, 12, 10, 5, 2
 RANK, FACTOR = 3, 0.7  # of adapters
@@ -166,25 +171,15 @@ def test_parts_of_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(once, 2 * weight.main_grad)
 
 
-def test_no_shape_of_an_experts_rows_reaches_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_shape_of_an_experts_rows_reaches_onednn() -> None:
     """oneDNN would compile and keep code for each number of rows, which are new ones in each step;
     other products of these sizes go through it."""
-    monkeypatch.setattr(matmul_library, "SMALLEST_ONEDNN_PRODUCT", 1)
-    monkeypatch.setattr(matmul_library, "goes_through_onednn", lambda device, dtype: True)
-    shapes = list[torch.Size]()
-    monkeypatch.setattr(
-        *(matmul_library, "through_onednn"),
-        lambda operation, a, *others, **options: shapes.append(a.shape),
-    )
-    matmul_library.in_its_library.cache_clear()
-    try:
-        values, chosen = make(True, True, torch.float32), choices("two idle")
+    values, chosen = make(True, True, torch.float32), choices("two idle")
+    with calls_of_onednn() as calls:
         check(run(values, chosen, True), exact(values, chosen, True), TOLERANCE[torch.float32])
-        assert not shapes
+        assert not calls
         product(values["x"], values["up"])
-        assert shapes == [values["x"].shape]
-    finally:
-        matmul_library.in_its_library.cache_clear()
+        assert len(calls) == 1
 
 
 def test_grouped_products_are_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

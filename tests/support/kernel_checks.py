@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.kernels import products
+from megatron_lite.kernels import matmul_library, products
 from megatron_lite.kernels.converted_products import HALVES
 from megatron_lite.kernels.rotary import Table, angle_table, wavelengths
 from megatron_lite.kernels.triton_support import runs_on
@@ -57,6 +57,25 @@ def saved_tensors() -> Iterator[list[Tensor]]:
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         yield saved
+
+
+@contextlib.contextmanager
+def calls_of_onednn() -> Iterator[list[Any]]:
+    """Collect the operands of products that would go through oneDNN where it is exact, whatever
+    their size."""
+    calls: list[Any] = []
+
+    def record(operation: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        calls.append(operands)
+        return operation(*operands, **options)
+
+    chosen = {"SMALLEST_ONEDNN_PRODUCT": 1, "goes_through_onednn": lambda *_: True}
+    matmul_library.in_its_library.cache_clear()
+    try:
+        with patch.multiple(matmul_library, through_onednn=record, **chosen):
+            yield calls
+    finally:
+        matmul_library.in_its_library.cache_clear()
 
 
 @contextlib.contextmanager
