@@ -3,18 +3,17 @@ beside a dense model that computes as much for each token.
 
     python -m scripts.benchmarks.experts [--turns=N] [--threads=N] [--output=FILE] [sizes]
 
-The rows train the same Qwen3-MoE from the same weights on the same tokens, in turns of one step in
-one process; the largest difference of their losses is printed. "compiled" is the grouped
-implementation in torch.compile, which would compile the eager one anew for each expert's number of
-rows. Seconds are those of the processor, which other programs lengthen less. "dense" has MLPs as
-wide as a token's experts together. A process of its own measures the peak memory of each row: what
-four steps need above the imported libraries.
+The rows train the same Qwen3-MoE from the same weights on the same tokens, in turns of one step,
+each in a process of its own, where ours keeps freed memory as the launcher has it; the largest
+difference of their losses is printed. "compiled" is the grouped implementation in torch.compile,
+which would compile the eager one anew for each expert's number of rows. Seconds are those of the
+processor, which other programs lengthen less. "dense" has MLPs as wide as a token's experts
+together. Peak memory is what all steps, and compiling, need above the imported libraries.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import subprocess
@@ -31,6 +30,7 @@ from megatron_lite.config import Config, unflatten
 from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.distributed.startup import join
 from megatron_lite.huggingface.config_file import hugging_face_config
+from megatron_lite.run.host import keep_freed_memory
 from megatron_lite.seeds import derive_seed
 from megatron_lite.validation import resolve
 from scripts.benchmarks.commands import argument_parser
@@ -78,6 +78,7 @@ FIXED: dict[str, Any] = {
     "device": "cpu",
     "train_iters": 1000,
 }
+WARM_UP = 2  # turns that do not count
 OURS, DENSE = "ours", "dense"
 THEIRS = {"eager": "eager", "grouped": "grouped_mm", "compiled": "grouped_mm"}
 
@@ -168,22 +169,39 @@ def tokens_of(options: argparse.Namespace, step: int) -> list[Tensor]:
     return [torch.randint(0, options.vocab_size, shape, generator=generator)]
 
 
-def peak_mib(name: str, argv: Sequence[str]) -> float:
-    """Measure a row's peak memory in a process of its own."""
-    words = [sys.executable, "-m", "scripts.benchmarks.experts", *argv, f"--alone={name}"]
-    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(printed.splitlines()[-1]))
+class Row:
+    """A row in a process of its own, which takes a step whenever it is told its number."""
+
+    def __init__(self, name: str, argv: Sequence[str]) -> None:
+        words = [sys.executable, "-m", "scripts.benchmarks.experts", *argv, f"--row={name}"]
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Return the figures of `serve`."""
+        assert self._process.stdin and self._process.stdout
+        print(number, file=self._process.stdin, flush=True)
+        figures: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return figures
 
 
-def alone(name: str, options: argparse.Namespace) -> float:
-    """Return the MiB that four steps of a row need above the imported libraries."""
+def serve(name: str, options: argparse.Namespace) -> None:
+    """Take the steps of a row whose numbers are read; print seconds, loss and peak memory of each
+    in a line."""
+    torch.set_num_threads(options.threads)
+    if name in (OURS, DENSE):
+        keep_freed_memory()
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    before = _peak_mib()
-    config = config_of(name, options)
+    before, config = _peak_mib(), config_of(name, options)
     row = build(name, config, join(config.distributed, 0, 1, 0))
-    for step in range(4):
-        row.step(tokens_of(options, step))
-    return _peak_mib() - before
+    for line in sys.stdin:
+        tokens = tokens_of(options, int(line))
+        start_s, cpu_s = time.perf_counter(), time.process_time()
+        loss = float(row.step(tokens))
+        row.finish()
+        figures = {"step_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_s}
+        print(json.dumps({**figures, "loss": loss, "peak_mib": _peak_mib() - before}), flush=True)
 
 
 def _peak_mib() -> float:
@@ -201,40 +219,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", type=int, default=1, help="0: without the compiled row")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--alone", help="only print the peak memory of this row")
+    parser.add_argument("--row", help="only take the steps of this row that are asked for")
     options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    if options.alone:
-        print(alone(options.alone, options))
+    if options.row:
+        serve(options.row, options)
         return 0
     names = [OURS, DENSE, *(name for name in THEIRS if options.compiled or name != "compiled")]
-    distributed = join(config_of(OURS, options).distributed, 0, 1, 0)
-    rows = {
-        name: functools.cache(functools.partial(build, name, config_of(name, options), distributed))
-        for name in names
-    }
-    losses: dict[str, list[float]] = {name: [] for name in names}
-
-    def measure(name: str, turn: int) -> dict[str, Any]:
-        row, tokens = rows[name](), tokens_of(options, turn)
-        start_s, cpu_s = time.perf_counter(), time.process_time()
-        loss = row.step(tokens)
-        row.finish()
-        losses[name].append(float(loss))
-        elapsed_s = time.perf_counter() - start_s
-        return {"step_s": elapsed_s, "cpu_s": time.process_time() - cpu_s}
-
-    turns = Turns(names, measure, options.turns, main="cpu_s", warm_up=2, expected=(Exception,))
+    rows = {name: Row(name, argv) for name in names}
+    measure: Callable[[str, int], dict[str, Any]] = lambda name, turn: rows[name].step(turn)  # noqa: E731
+    turns = Turns(
+        names, measure, options.turns, main="cpu_s", warm_up=WARM_UP, expected=(Exception,)
+    )
     for _ in turns.run():
         pass
     result = describe("python -m scripts.benchmarks.experts", argv, vars(options))
     others: Callable[[str], list[str]] = lambda name: [OURS] if name != OURS else names[1:]  # noqa: E731
     result["rows"] = turns.rows("cpu_s", "step_s", others=others)
     result["failures"] = turns.failures
-    for name in turns.sound():
-        result["rows"][name]["peak_mib"] = peak_mib(name, argv)
-    same = [values for name, values in losses.items() if name != DENSE and name in turns.sound()]
-    result["largest_difference"] = max(max(step) - min(step) for step in zip(*same, strict=True))
+    sound = turns.sound()
+    for name in sound:
+        result["rows"][name]["peak_mib"] = turns.values(name, "peak_mib")[-1]
+    losses = [turns.values(name, "loss")[WARM_UP:] for name in sound if name != DENSE]
+    result["largest_difference"] = max(max(step) - min(step) for step in zip(*losses, strict=True))
     columns = [
         spread("ms of CPU a step", "cpu_s", 0, 1e3),
         over("over ours", OURS),
