@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,11 +29,12 @@ from megatron_lite.data.indexed_dataset import IndexedDatasetWriter
 from megatron_lite.data.workers import end_with_parent
 from megatron_lite.distributed.startup import join
 from megatron_lite.errors import PeerError, UsageError
+from megatron_lite.model import adapters
 from megatron_lite.optimizer.balance import Balance
 from megatron_lite.outputs.evaluation import evaluate
 from megatron_lite.outputs.run import Run
 from megatron_lite.outputs.saving import finish_save, save
-from megatron_lite.parameter import Initializer
+from megatron_lite.parameter import Initializer, Parameter, ParameterSpec
 from megatron_lite.run.experiment import Experiment
 from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import build
@@ -217,6 +219,7 @@ def _begin(folder: str, prepare: Prepare | None) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _draw_on_the_cpu()
+    _draw_adapters()
     if prepare is not None:
         prepare()
     _recorder()
@@ -237,6 +240,19 @@ def _draw_on_the_cpu() -> None:
         tensor.copy_(values)
 
     Initializer.fill = fill_from_cpu  # type: ignore[method-assign]
+
+
+def _draw_adapters() -> None:
+    """Begin B of adapters with random numbers too: from zeros, AdamW's first update is the learning
+    rate times signs, some of which rounding decides."""
+    declare = adapters.declare
+
+    def declare_drawn(spec: ParameterSpec) -> Parameter:
+        if spec.name.endswith(adapters.B):
+            spec = replace(spec, initializer=Initializer("around_zero", 0.1))
+        return declare(spec)
+
+    adapters.declare = declare_drawn
 
 
 @functools.cache
