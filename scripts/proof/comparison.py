@@ -45,6 +45,7 @@ MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
 # largest, more than such a sum does.
 DISTURBANCES = {"fp32": 2.0**-16, "fp16": 2.0**-11, "bf16": 2.0**-8}
 OF_DISTURBED = 6.0  # times what the disturbance changes: limits of numbers with 8 bits
+DISTURBED_RUNS = 2  # with other noise each; what one run moves little, the other may
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
 
@@ -264,15 +265,18 @@ class Judge:
             return
         disturbance = DISTURBANCES[case.options.get("training_dtype", "fp32")]
         first = first_limits(case)
-        disturbed = self._steps(reference, disturbance, device="cpu")
-        measured = moved_by(disturbed, others, limits)
+        moved = [
+            moved_by(self._steps(reference, disturbance, run, device="cpu"), others, limits)
+            for run in range(DISTURBED_RUNS)
+        ]
         for found in differences(steps, others, limits, first):
-            if first is None or found.step > 1:
-                found = found._replace(limit=max(found.limit, OF_DISTURBED * measured(found)))
+            if (first is None or found.step > 1) and not found.what.startswith(COUNTED):
+                limit = OF_DISTURBED * max(measured(found) for measured in moved)
+                found = found._replace(limit=max(found.limit, limit))
             yield found
 
-    def _steps(self, case: Case, disturbance: float = 0.0, **more: str) -> list[Step]:
-        key = repr((case, disturbance, more))
+    def _steps(self, case: Case, disturbance: float = 0.0, run: int = 0, **more: str) -> list[Step]:
+        key = repr((case, disturbance, run, more))
         if key not in self._kept:
             parts = case.parts({**self._fixed, **more})
             self._kept[key] = self._ranks.train(
