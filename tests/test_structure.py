@@ -19,12 +19,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 # Sizes are counted in tokens of code: a line that packs three facts is no shorter to read. A
 # feature that needs more raises a limit, and its commit says why.
-MAXIMUM_PACKAGE_TOKENS = 347_411
+MAXIMUM_PACKAGE_TOKENS = 351_016
 MAXIMUM_FILE_TOKENS = 3_500
 MAXIMUM_TOKENS_WITHOUT_DOCSTRING = 150
 # What a reader of one training step passes.
 MAXIMUM_STEP_FILES = 32
-MAXIMUM_STEP_TOKENS = 44_190
+MAXIMUM_STEP_TOKENS = 44_224
 MAXIMUM_STEP_CHANGES = 400
 
 # The rooms of the package from the top floor to the bottom, as drawn in CONTRIBUTING.md. A module
