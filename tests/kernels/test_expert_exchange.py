@@ -49,10 +49,10 @@ def run(rank: Any, values: Values, chosen: Tensor, level: str, parts: list[list[
 def aligned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A product of matrices that begin where new ones do: libraries may round by the address."""
 
-    def product(a: Tensor, b: Tensor, *more: Any) -> Tensor:
+    def product(a: Tensor, b: Tensor, *more: Any, **named: bool) -> Tensor:
         *others, out = more
         others = [None if each is None else each.clone() for each in others]
-        return cast(Tensor, out.copy_(function(a.clone(), b.clone(), *others)))
+        return cast(Tensor, out.copy_(function(a.clone(), b.clone(), *others, **named)))
 
     return product
 
@@ -118,8 +118,8 @@ def traced(rank: Any, values: Values, chosen: Tensor, level: str) -> list[str]:
     x, scores = (values[name].clone().requires_grad_() for name in OF_TOKENS)
     weights = [empty_gradient(values[name].chunk(2)[rank.rank].clone()) for name in OF_EXPERTS]
     dispatch = dispatched(x, chosen, COUNT, rank.expert)
-    up, up_bias, down, down_bias = weights
-    output = experts(x, scores, dispatch, up, up_bias, down, down_bias, "silu", True, level)
+    maps = ExpertMap(*weights[:2]), ExpertMap(*weights[2:])
+    output = experts(x, scores, dispatch, *maps, "silu", True, level)
     events.clear()
     output.sum().backward()
     return events
