@@ -218,7 +218,7 @@ def summary(verdicts: Sequence[Verdict], elapsed_s: float) -> Iterator[str]:
             "",
             *(f"{limit:.0e}" for limit in limits[: len(SHOWN)]),
             "",
-            "or measured" * kind.endswith("8 bits"),
+            "or measured" * kind.endswith(("8 bits", "experts")),
         )
     if flipped := [verdict for verdict in verdicts if verdict.flips]:
         yield f"experts: {sum(v.flips for v in flipped):,} choices flipped in {len(flipped)} layouts, which were compared"

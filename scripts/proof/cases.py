@@ -291,6 +291,16 @@ class Case(NamedTuple):
         """Whether factors of products are rounded."""
         return bool(EIGHT_BIT_OPTIONS & {*self.options})
 
+    @property
+    def dtype(self) -> str:
+        """The training dtype."""
+        return self.options.get("training_dtype", "fp32")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether limits are measured by disturbed runs."""
+        return self.in_8_bits or ("num_experts" in self.options and self.dtype != "fp32")
+
     def parts(self, fixed: Flags) -> list[Part]:
         """Return the parts of the run; raise UsageError if the program refuses it. fixed: flags of
         all runs."""

@@ -41,10 +41,11 @@ BF16 = Limits(5e-3, 3e-2, 0.3, 0.4, 0.3)
 # sum near zero.
 MUON_OR_LION = Limits(5e-5, 1e-3, 5e-2, 0.2, 0.0)
 # With 8 bits, a sum in another order moves a few factors to the next number, and what follows moves
-# others. How far is measured: a second run on one rank has factors disturbed by this part of the
-# largest, more than such a sum does.
+# others. How far is measured: more runs on one rank have factors disturbed by this part of the
+# largest, more than such a sum does. With experts in 16 bits, whose gradients sum few tokens, initial
+# weights are disturbed by this part of themselves.
 DISTURBANCES = {"fp32": 2.0**-16, "fp16": 2.0**-11, "bf16": 2.0**-8}
-OF_DISTURBED = 6.0  # times what the disturbance changes: limits of numbers with 8 bits
+OF_DISTURBED = 6.0  # times what the disturbance changes: limits of measured numbers
 DISTURBED_RUNS = 2  # with other noise each; what one run moves little, the other may
 SMALL = 1e-3  # of the largest gradient of all: a whole parameter with less has rounding alone
 
@@ -58,7 +59,11 @@ def limits_of(options: Flags) -> tuple[str, Limits]:
         limits = Limits(*map(max, limits, MUON_OR_LION))
     if rule == "lion":
         limits = limits._replace(update=0.5 if limits.certain <= SMALL else math.inf)
-    return f"{kind}, 8 bits" if EIGHT_BIT_OPTIONS & {*options} else kind, limits
+    if EIGHT_BIT_OPTIONS & {*options}:
+        kind += ", 8 bits"
+    elif "num_experts" in options and dtype != "fp32":
+        kind += ", experts"
+    return kind, limits
 
 
 def first_limits(case: Case) -> Limits | None:
@@ -260,27 +265,34 @@ class Judge:
     def _from_one_rank(self, case: Case, steps: Sequence[Step]) -> Iterator[Difference]:
         reference, limits = case.reference(self._fixed), limits_of(case.options)[1]
         others = self._steps(reference, device="cpu")
-        if not case.in_8_bits:
+        if not case.is_measured:
             yield from differences(steps, others, limits)
             return
-        disturbance = DISTURBANCES[case.options.get("training_dtype", "fp32")]
+        disturbance, chosen = DISTURBANCES[case.dtype], others[0].chosen
         first = first_limits(case)
         moved = [
-            moved_by(self._steps(reference, disturbance, run, device="cpu"), others, limits)
+            moved_by(self._steps(reference, disturbance, run, chosen, device="cpu"), others, limits)
             for run in range(DISTURBED_RUNS)
         ]
         for found in differences(steps, others, limits, first):
-            if (first is None or found.step > 1) and not found.what.startswith(COUNTED):
+            if (first is None or found.step > 1) and found.limit:
                 limit = OF_DISTURBED * max(measured(found) for measured in moved)
                 found = found._replace(limit=max(found.limit, limit))
             yield found
 
-    def _steps(self, case: Case, disturbance: float = 0.0, run: int = 0, **more: str) -> list[Step]:
+    def _steps(
+        self,
+        case: Case,
+        disturbance: float = 0.0,
+        run: int = 0,
+        chosen: Routing | None = None,
+        **more: str,
+    ) -> list[Step]:
         key = repr((case, disturbance, run, more))
         if key not in self._kept:
             parts = case.parts({**self._fixed, **more})
             self._kept[key] = self._ranks.train(
-                [part._replace(disturbance=disturbance) for part in parts]
+                [part._replace(disturbance=disturbance) for part in parts], chosen
             )
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]

@@ -40,6 +40,7 @@ from megatron_lite.run.stop_signal import StopSignal
 from megatron_lite.setup_run import build
 from megatron_lite.tiles import Tile
 from megatron_lite.train import train_step
+from megatron_lite.zero.multi_stage import MultiStage
 from scripts.proof.eight_bits import Recorder, Scales, Use
 
 # files in the working directory of all ranks
@@ -73,7 +74,7 @@ class Part(NamedTuple):
     config: Config  # resolved
     ranks: int
     last: int
-    disturbance: float = 0.0  # of rounded factors: see `Recorder`
+    disturbance: float = 0.0  # of rounded factors, see `Recorder`, or of the initial weights
 
 
 class Step(NamedTuple):
@@ -269,6 +270,8 @@ def _train(part: Part, rank: int, store: str) -> list[Told]:
         experiment = Experiment(part.config, rank)
         experiment.share(distributed)
         run = build(part.config, distributed, experiment, _stop(), ())
+        if part.disturbance and not part.config.performance.eight_bit and run.iteration == 0:
+            _disturb(run.model, part.disturbance)
         told = list(_iterations(run, part.last))
         save(run)
         finish_save(run)
@@ -281,6 +284,20 @@ def _train(part: Part, rank: int, store: str) -> list[Told]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _disturb(model: MultiStage, share: float) -> None:
+    """Change weights by up to this share of each, by other numbers in each run."""
+    for _, part in model.parts():
+        weights = part.read("weights")
+        weights *= 1.0 + share * torch.empty_like(weights).uniform_(-1, 1, generator=_dice())
+        part.write("weights", weights)
+    model.invalidate()
+
+
+@functools.cache
+def _dice() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _iterations(run: Run, last: int) -> Iterator[Told]:

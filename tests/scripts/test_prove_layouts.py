@@ -271,6 +271,15 @@ def test_the_first_iteration_with_8_bits_has_the_limits_of_fp32() -> None:
         assert first_limits(case_of(flags_of(flags), 2, None)) is None
 
 
+def test_limits_of_experts_in_16_bits_are_measured() -> None:
+    """Their gradients sum few tokens; in fp32 the limits are those of dense models."""
+    experts = "--num_experts=4 --num_experts_per_token=2"
+    for dtype, measured in (("fp32", False), ("fp16", True), ("bf16", True)):
+        case = case_of(flags_of(f"{experts} --training_dtype={dtype}"), 2, None)
+        assert case.is_measured == measured
+        assert not case_of(flags_of(f"--training_dtype={dtype}"), 2, None).is_measured
+
+
 def test_smallest_keeps_what_the_failure_needs() -> None:
     """Any subset of the units, however they lie."""
     for needed in ([], [0], [12], [3, 4], [0, 6, 12], [1, 3, 5, 7, 9, 11]):
