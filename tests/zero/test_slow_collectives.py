@@ -258,8 +258,8 @@ class Recorder(SimulatedRanks):
         super().__init__()
         self.log: list[str] = []
 
-    def all_gather(self, buffer: Tensor) -> Handle:
-        super().all_gather(buffer)
+    def all_gather(self, buffer: Tensor, kind: str = "gather") -> Handle:
+        super().all_gather(buffer, kind)
         self.log.append("gather")
         return _Recorded(self.log)
 
