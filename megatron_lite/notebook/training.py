@@ -129,7 +129,9 @@ def _metrics(folder: Path) -> Iterator[JsonObject]:
         with contextlib.suppress(ValueError):  # a line that was cut
             record = json.loads(line)
             phase, iteration = record["phase"], record["iteration"]
-            if record["run"] != run:
+            if "run" not in record:  # of `evaluate --tasks`, whose records add up
+                record = {**found.get((phase, iteration), {}), **record}
+            elif record["run"] != run:
                 run, first = record["run"], iteration + (phase != "training")
                 found = {key: kept for key, kept in found.items() if key[1] < first}
             found[phase, iteration] = record

@@ -16,6 +16,7 @@ import pytest
 
 import megatron_lite
 from megatron_lite.errors import DataError, UsageError
+from megatron_lite.generation.tasks import record_results
 from tests.support import warm_python
 from tests.support.launch import STARTED, find_marked
 
@@ -86,10 +87,14 @@ def test_a_result_and_a_second_train(
     best = min(losses, key=losses.__getitem__)
     assert first.best_checkpoint == tmp_path / "run" / "checkpoints" / str(best)
     assert "metrics=" not in repr(first)
+    for task in ("one", "two"):
+        record_results(first.folder / "export" / "2", {task: {"acc,none": 0.5}})
     flags = ("--train_iters=3", "--resume_iteration=2")
     second = megatron_lite.train(*flags, **{**options, "train_iters": 3})
     numbers = [r["iteration"] for r in second.metrics if r["phase"] == "training"]
     assert numbers == [1, 2, 3] and second.metrics[:3] == first.metrics[:3]
+    (tasks,) = (r for r in second.metrics if r["phase"] == "tasks")
+    assert (tasks["iteration"], tasks["one/acc"], tasks["two/acc"]) == (2, 0.5, 0.5)
 
 
 def test_errors_are_those_of_the_command(
