@@ -160,7 +160,7 @@ def load_model(
         RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
     with open_source(folder, weights=weights, whole=True) as source:
-        if source.folder != folder:
+        if source.folder != folder or source.facts is not source:  # a model that adapters name
             print(f"model: {source.folder}, {source.description}", file=sys.stderr)
         positions = source.model.max_position_embeddings
         trained = source.training.get("sequence_length", positions)

@@ -15,7 +15,7 @@ from megatron_lite.corpus.tokenizer_folder import effective
 from megatron_lite.data.tokenizing import Tokenizer, has_tokenizer, load_tokenizer, read_object
 from megatron_lite.errors import DamagedError, DataError
 from megatron_lite.generation.continuation import Text
-from megatron_lite.huggingface.model_folder import ADAPTER_NAME, source_folders
+from megatron_lite.huggingface.model_folder import ADAPTER_NAME, base_of, source_folders
 
 
 def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool) -> Tokenizer:
@@ -47,7 +47,9 @@ def open_tokenizer(model: Path, tokenizer_file: str | None, special_tokens: bool
 def _tokenizers_of(model: Path) -> Iterator[str]:
     """Yield the tokenizer.json of each model in a folder, or of its adapters' model, newest first, or
     else its training's --tokenizer_file."""
-    base = Path(read_object(model / ADAPTER_NAME).get("base_model_name_or_path") or model)
+    base = model
+    if (adapter := model / ADAPTER_NAME).is_file():
+        base = base_of(model, read_object(adapter).get("base_model_name_or_path"))
     for folder in (model, *(folder for _, folder in source_folders(base))):
         check = pinned(folder)
         if (folder / "tokenizer.json").is_file():

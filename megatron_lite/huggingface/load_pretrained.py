@@ -27,7 +27,12 @@ from megatron_lite.distributed.process_group import Distributed
 from megatron_lite.errors import CheckpointError, DamagedError, RunError, shorten
 from megatron_lite.huggingface.folder_source import VOCABULARY, HuggingFaceSource
 from megatron_lite.huggingface.merged_source import MergedSource
-from megatron_lite.huggingface.model_folder import ADAPTER_NAME, read_object, source_folders
+from megatron_lite.huggingface.model_folder import (
+    ADAPTER_NAME,
+    base_of,
+    read_object,
+    source_folders,
+)
 from megatron_lite.huggingface.weight_source import (
     ADVICE,
     CheckpointSource,
@@ -82,13 +87,8 @@ def _merged(
 ) -> WeightSource:
     """Return the adapters in a folder, merged into their model. adapters: a run's; None: peft's.
     stated: the model's folder."""
-    if not isinstance(stated, str | Path) or not Path(stated).is_dir():
-        raise CheckpointError(
-            f"{folder}: it holds adapters to a model that is not here ({stated or 'not named'}); convert_checkpoint "
-            "takes the model's folder as --base, and merges both"
-        )
     model = None if adapters is None else adapters.model
-    return MergedSource(folder, open_source(Path(stated), kind, model=model), adapters)
+    return MergedSource(folder, _open_model(base_of(folder, stated), kind, model=model), adapters)
 
 
 def open_source(
@@ -117,8 +117,25 @@ def open_source(
         RotatedError: if a live run deletes what is read; see `rotation.again`.
     """
     if (folder / ADAPTER_NAME).is_file():
+        if weights == "average":
+            raise CheckpointError(
+                f"{folder}: a folder of peft has one set of adapters; leave --weights=average out"
+            )
         stated = read_object(folder, ADAPTER_NAME).get("base_model_name_or_path")
         return _merged(folder, None, base or stated)
+    return _open_model(folder, kind, weights, whole, state, model, base)
+
+
+def _open_model(
+    folder: Path,
+    kind: str | None,
+    weights: str = "raw",
+    whole: bool = False,
+    state: bool = False,
+    model: ModelConfig | None = None,
+    base: Path | None = None,
+) -> WeightSource:
+    """See `open_source`. A folder of peft is no model: it may name itself as its own."""
     found, problems = with_state(source_folders(folder, kind), state or weights == "average"), []
     for own_kind, path in found:
         check = pinned(path)

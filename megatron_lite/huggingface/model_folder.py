@@ -126,6 +126,20 @@ def _why_not(folder: Path, names: set[str], kind: str | None, found: str | None)
     )
 
 
+def base_of(folder: Path, stated: object) -> Path:
+    """Return the folder of the model that the adapters in a folder belong to. stated: what they say.
+
+    Raises:
+        CheckpointError: if it is not here.
+    """
+    if isinstance(stated, str | Path) and os.path.isdir(stated):
+        return Path(stated)
+    raise CheckpointError(
+        f"{folder}: it holds adapters to a model that is not here ({stated or 'not named'}); convert_checkpoint "
+        "takes the model's folder as --base, and merges both"
+    )
+
+
 def _adapter(folder: Path) -> str:
     return (
         f"{folder}: it holds an adapter ({ADAPTER_NAME}); give its model's folder (training takes the adapter as "

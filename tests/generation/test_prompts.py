@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.data.tokenizing import ByteTokenizer, JsonTokenizer, Tokenizer, train_tokenizer
-from megatron_lite.errors import DataError, NumericsError
+from megatron_lite.errors import CheckpointError, DataError, NumericsError
 from megatron_lite.generation.continuation import (
     NOT_FINITE,
     Limits,
@@ -198,6 +198,10 @@ def test_tokenizers_of_folders(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{tmp_path}"}}')
     assert open_tokenizer(adapter, None, True).encode(spelled) == [256]
+    for base, named in (("null", "not named"), ('["a"]', r"\['a'\]"), ('"a/b"', "a/b")):
+        (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": {base}}}')
+        with pytest.raises(CheckpointError, match=f"a model that is not here .{named}.; convert"):
+            open_tokenizer(adapter, None, True)
 
 
 LOGITS = 3 * torch.randn(200, generator=torch.Generator().manual_seed(0))

@@ -258,8 +258,10 @@ def test_adapters_are_merged_later(name: str, more: str, tmp_path: Path) -> None
     assert same_files(tmp_path / "again", tmp_path / "rounded")
 
 
-def test_a_run_of_adapters_is_read_as_the_merged_model(tmp_path: Path) -> None:
-    """By programs that load a model, by a file for llama.cpp, and by a run of two ranks that goes on
+def test_a_run_of_adapters_is_read_as_the_merged_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By programs that load a model and name the frozen one, by a file for llama.cpp, and by a run of two ranks that goes on
     from it."""
     folder = write_folder("llama", tmp_path / "model")
     adapted(folder).save_pretrained(tmp_path / "adapter")
@@ -270,6 +272,9 @@ def test_a_run_of_adapters_is_read_as_the_merged_model(tmp_path: Path) -> None:
     )
     for one, other in zip(parameters_of(ours), parameters_of(theirs), strict=True):
         assert torch.equal(one, other)
+    capsys.readouterr()
+    load_local(export / "1", None, "fp32", cpu)
+    assert f"model: {export}/1, adapters, merged into {folder}\n" in capsys.readouterr().err
     still = ("--optimizer=sgd", "--lr=0", "--weight_decay=0", "--zero_stage=3")
     once = ("--train_iters=1", "--export_interval=1", "--training_dtype=bf16")
     run_distributed(2, train, flags(tmp_path / "run", tmp_path / "next", *still, *once))
@@ -303,6 +308,11 @@ def test_a_later_merge_needs_the_model_of_the_run(
     assert "must not contain each other" in capsys.readouterr().err
     assert convert(folder, target, f"--base={folder}") == 2
     assert "holds no adapters; leave it out" in capsys.readouterr().err
+    adapter = tmp_path / "adapter"
+    assert convert(adapter, target, f"--base={adapter}") == 4  # as if it named itself
+    assert f"{adapter}: it holds an adapter" in capsys.readouterr().err
+    assert convert(adapter, target, "--weights=average") == 4
+    assert "has one set of adapters" in capsys.readouterr().err
     folder.rename(tmp_path / "moved")
     assert convert(tmp_path / "run", target) == 4
     assert "a model that is not here" in capsys.readouterr().err
