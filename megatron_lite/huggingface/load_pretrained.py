@@ -235,9 +235,10 @@ def _open_and_look(
         source = open_one(path, kind, config.model, state="optimizer" in config.source.load_parts)
     except DamagedError as error:
         return None, str(error)
-    if isinstance(source, MergedSource) and "optimizer" in config.source.load_parts:
+    if isinstance(source, MergedSource) and {"optimizer", "step"} & {*config.source.load_parts}:
         raise CheckpointError(
-            f"{path}: it holds adapters, whose optimizer state is not their model's; write --load_parts=model"
+            f"{path}: it holds adapters, whose optimizer state and iterations are not their model's; write "
+            "--load_parts=model"
         )
     if kind == "distributed":
         # The command line was completed from the newest checkpoint, and another may be the newest

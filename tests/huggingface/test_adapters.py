@@ -279,6 +279,10 @@ def test_a_run_of_adapters_is_read_as_the_merged_model(
     once = ("--train_iters=1", "--export_interval=1", "--training_dtype=bf16")
     run_distributed(2, train, flags(tmp_path / "run", tmp_path / "next", *still, *once))
     assert same_files(tmp_path / "next" / "export" / "1", merged)
+    for parts in ("model,optimizer", "model,step"):
+        with pytest.raises(RuntimeError, match="adapters, whose optimizer state and iterations"):
+            words = flags(tmp_path / "run", tmp_path / "third", *once, f"--load_parts={parts}")
+            run_distributed(1, train, words)
     if importlib.util.find_spec("gguf"):
         assert convert(tmp_path / "run", tmp_path / "one", kind="gguf") == 0
         assert convert(merged, tmp_path / "other", kind="gguf") == 0
