@@ -52,7 +52,8 @@ def resolve_data(
     Raises: RunError on every rank: usage, data, storage, or a worker that died.
     """
     if config.data.dataset_source == "random":
-        return config, {}
+        pinned = (began or {}).get("pinned", {})
+        return config, {**pin_of(config.source.pretrained_checkpoint_path or ""), **pinned}
     cache = cache_of(config.data.dataset_cache, root)
     found, pinned = rank_0_works(distributed, lambda: _resolved(config, cache, logger, began))
     paths = {

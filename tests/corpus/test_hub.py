@@ -120,6 +120,11 @@ def test_a_copy_of_another_commit_is_named(
     options["use_pretrained_config"] = False
     config = tiny_config(1, **options, pretrained_checkpoint_path=copy)
     logger = logging.getLogger("test")
+    of_model = {"use_pretrained_config": False, "pretrained_checkpoint_path": copy}
+    for begun, expected in ((None, {address: f"me/m@{now}"}), ({"pinned": kept}, kept)):
+        assert (
+            resolve_data(tiny_config(1, **of_model), None, tmp_path, logger, begun)[1] == expected
+        )
     assert resolve_data(config, None, tmp_path, logger)[1] == {address: f"me/m@{now}"}
     assert not caplog.records
     began = {"config": {}, "pinned": kept}
