@@ -15,6 +15,7 @@ from megatron_lite.generation.model import choose_device
 from megatron_lite.huggingface.model_folder import source_folders
 from megatron_lite.monitor.trackers.metrics_file import MetricsFile
 from megatron_lite.run.exit_status import METRICS_FILE, print_failure, print_page
+from megatron_lite.run.experiment import is_in_use
 
 
 def print_tasks(options: argparse.Namespace) -> int:
@@ -80,7 +81,7 @@ def record_results(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> No
     for root in folder.parents[1:3]:  # export/1000, export/merged/1000
         if folder.name.isdecimal() and (path := root / METRICS_FILE).is_file():
             try:
-                file = MetricsFile(path)
+                file = MetricsFile(path, repairs=not is_in_use(root))
             except StorageError:  # the run of somebody else
                 print(f"{path} cannot be written and lacks these results", file=sys.stderr)
             else:

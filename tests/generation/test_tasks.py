@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.commands import compare_runs, evaluate
+from megatron_lite.generation import tasks
 from megatron_lite.generation.tasks import record_results
 from megatron_lite.reports.report import page
 from megatron_lite.reports.watched_run import read_runs
@@ -68,6 +69,19 @@ def test_results_among_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "<tr><td>animals/acc</td><td>300</td><td>0.6250</td></tr>" in text
     assert compare_runs.main([str(run), str(plain)]) == 0
     assert re.search(r"^animals/acc +0\.625 +- +-$", capsys.readouterr().out, re.M)
+
+
+def test_results_leave_the_line_of_a_live_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be within its line, which a start completes or removes; an ended run's is torn."""
+    (tmp_path / "export" / "200").mkdir(parents=True)
+    file = tmp_path / "metrics.jsonl"
+    for in_use, first in ((True, '{"phase": "tr{"phase": "tasks"'), (False, '{"phase": "tasks"')):
+        file.write_text('{"phase": "tr')
+        monkeypatch.setattr(tasks, "is_in_use", lambda root, in_use=in_use: in_use)
+        record_results(tmp_path / "export" / "200", RESULTS)
+        assert file.read_text().startswith(first)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Plans of experts that ranks share out: state and traffic of real runs, and rows for twice the
 mean load."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_lite.kernels.expert_exchange import PLANNED_LOAD
 from megatron_lite.planner.devices import LINK_SHARE, data_sheet
+from megatron_lite.planner.speeds import CollectiveSpeed
 from tests.planner.test_plan import planned, run_steps
 from tests.support.harness import run_distributed, tiny_config
 from tests.support.plans import one_plan
@@ -93,3 +95,17 @@ def test_rings_of_experts_share_the_adapters_of_a_node(
     sheet = data_sheet(tiny_config(32, **options).distributed, "cuda", 32)
     for kind, gb_s in {"gather": dense, "reduce": dense, "expert gather": own}.items():
         assert sheet.collective_s(kind, 0, 1e9) == pytest.approx(1 / gb_s / LINK_SHARE), kind
+
+
+def test_measured_speeds_serve_the_kinds_of_experts() -> None:
+    """A file that measures gathers and reductions has none of those among ranks with the same
+    experts."""
+    sheet = data_sheet(
+        tiny_config(8, **EXPERTS, device="cuda", batch_size=32).distributed, "cuda", 8
+    )
+    gather, reduce = (CollectiveSpeed(0.0, speed) for speed in (1e9, 2e9))
+    measured = replace(sheet, collectives={"gather": gather, "reduce": reduce})
+    for kind in ("gather", "expert gather", "anything else"):
+        assert measured.collective_s(kind, 1, 1e9) == 1.0, kind
+    for kind in ("reduce", "expert reduce", "replica reduce"):
+        assert measured.collective_s(kind, 1, 1e9) == 0.5, kind

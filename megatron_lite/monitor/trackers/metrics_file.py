@@ -25,14 +25,17 @@ class MetricsFile(AppendFile):
     """metrics.jsonl, open for appending. Lines that cannot be written are lost; the first loss is
     reported.
 
+    repairs: complete or remove a torn last line; a run that writes now may be within its line.
+
     Raises:
         StorageError: if the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, repairs: bool = True) -> None:
         super().__init__(path)
         try:
-            self._repair_last_line()
+            if repairs:
+                self._repair_last_line()
         except OSError as error:
             get_logger().warning("cannot repair the last line of %s: %s", path, error.strerror)
 
