@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +56,7 @@ UNSUPPORTED = (
 )
 # With other ways to begin, peft first takes something away from the model, again at each load.
 PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+LARGEST = 2**20  # of rank and alpha, far above any use
 
 
 class AdaptedModule(NamedTuple):
@@ -373,15 +373,18 @@ def options_of(folder: Path, model: ModelConfig, model_type: str | None) -> Opti
         wrong.append("bias")
     if stated.get("init_lora_weights") not in PLAIN_BEGINNINGS:
         wrong.append("init_lora_weights")
+    if type(stated.get("target_parameters") or []) is not list:
+        wrong.append("target_parameters")
     if wrong:
         raise CheckpointError(
             f"{folder}: {CONFIG_NAME} has {wrong[0]}={stated[wrong[0]]!r}, which is not supported"
         )
     rank, alpha = stated["r"], stated["lora_alpha"]
-    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 < alpha < inf):
+    are_numbers = type(rank) is int and type(alpha) in (int, float)
+    if not are_numbers or not (0 < rank <= LARGEST and 0 < alpha <= LARGEST):
         raise CheckpointError(
             f"{folder}: {CONFIG_NAME} has r={rank!r} and lora_alpha={alpha!r}; write an integer and a "
-            "number, both above 0"
+            f"number, both above 0 and at most {LARGEST:,}"
         )
     weights = [layer.weight.spec for layer in linear_layers(build_gpt(model, 1))]
     maps = [each for spec in weights for each in maps_of(spec, model, model_type)]

@@ -87,8 +87,14 @@ def _merged(
 ) -> WeightSource:
     """Return the adapters in a folder, merged into their model. adapters: a run's; None: peft's.
     stated: the model's folder."""
-    model = None if adapters is None else adapters.model
-    return MergedSource(folder, _open_model(base_of(folder, stated), kind, model=model), adapters)
+    model, base = None if adapters is None else adapters.model, base_of(folder, stated)
+    try:
+        return MergedSource(folder, _open_model(base, kind, model=model), adapters)
+    except RecursionError:
+        raise CheckpointError(
+            f"{folder}: it holds adapters to {base}, which leads back to them; convert_checkpoint takes the folder "
+            "of the model itself as --base"
+        ) from None
 
 
 def open_source(

@@ -324,6 +324,22 @@ def test_a_later_merge_needs_the_model_of_the_run(
     assert same_files(target, tmp_path / "run" / "export" / "merged" / "1")
 
 
+def test_adapters_whose_model_leads_back_to_them_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run took the name of its model."""
+    folder = write_folder("llama", tmp_path / "model")
+    adapted(folder).save_pretrained(tmp_path / "adapter")
+    run(folder, tmp_path / "adapter", tmp_path / "run")
+    folder.rename(tmp_path / "moved")
+    (tmp_path / "run").rename(folder)
+    changed_config(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "adapter"))
+    for source in (folder, tmp_path / "adapter"):
+        assert convert(source, tmp_path / "merged") == 4
+        assert "which leads back to them; convert_checkpoint" in capsys.readouterr().err
+    assert convert(folder, tmp_path / "merged", f"--base={tmp_path / 'moved'}") == 0
+
+
 def test_the_base_is_named_for_readers_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +385,9 @@ def changed_weights(folder: Path, **changes: Tensor | None) -> None:
         (partial(changed_config, r=3.0), "", "r=3.0 and lora_alpha=5; write"),
         (partial(changed_config, lora_alpha=None), "", "lora_alpha=None; write"),
         (partial(changed_config, lora_alpha=math.nan), "", "lora_alpha=nan; write"),
+        (partial(changed_config, lora_alpha=10**400), "", "at most 1,048,576"),
+        (partial(changed_config, r=10**12), "", "r=1000000000000 and lora_alpha=5; write"),
+        (partial(changed_config, target_parameters=5), "", "target_parameters=5, which is not"),
         (without_config, "", "--pretrained_adapter=.*: there is no adapter_config.json; give"),
         (partial(changed_weights, lora_B__weight=None), "", "no base_model.*q_proj.lora_B.weight"),
         (partial(changed_weights, lora_magnitude=torch.ones(2)), "", "lora_magnitude is not used"),
