@@ -301,6 +301,9 @@ def read(
     found, wanted = set(tensors), {key for each in modules for key in each.keys()}
     problems = [f"no {key}" for key in sorted(wanted - found)]
     problems += [f"{key} is not used" for key in sorted(found - wanted)]
+    problems += [
+        f"{key} is not finite" for key, each in tensors.items() if not each.isfinite().all()
+    ]
     ours = list(factors(maps, values, rank))
     for each, (a, b) in () if problems else zip(modules, ours, strict=True):
         theirs = [tensors[key] for key in each.keys()]

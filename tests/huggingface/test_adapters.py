@@ -392,6 +392,11 @@ def changed_weights(folder: Path, **changes: Tensor | None) -> None:
         (partial(changed_weights, lora_B__weight=None), "", "no base_model.*q_proj.lora_B.weight"),
         (partial(changed_weights, lora_magnitude=torch.ones(2)), "", "lora_magnitude is not used"),
         (
+            partial(changed_weights, lora_B__weight=torch.full((2, 2), math.nan)),
+            "",
+            "q_proj.lora_B.weight is not finite",
+        ),
+        (
             partial(changed_weights, lora_A__weight=torch.ones(2, 30)),
             "",
             r"q_proj has \[2, 30\] and",
