@@ -92,7 +92,9 @@ def record_results(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> No
 
 def _folder(model: Path) -> Path:
     """Return the newest Hugging Face folder of a model."""
-    for kind, folder in source_folders(model):
+    merged = model / "export" / "merged"  # of a run of adapters
+    found = source_folders(model) + (source_folders(merged) if merged.is_dir() else [])
+    for kind, folder in found:
         if kind == "huggingface":
             return folder
     raise CheckpointError(
