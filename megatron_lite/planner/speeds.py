@@ -149,7 +149,7 @@ class Speeds:
     world_size: PositiveCount
     threads: PositiveCount
     dtypes: dict[str, DtypeSpeeds]
-    # by kind; without its speed that of its last word (expert reduce: reduce), or the first
+    # by kind; without its speed that of the rest of its name (expert reduce: reduce), or the first
     collectives: dict[str, CollectiveSpeed]
     overlap: Share  # largest share of a collective that can overlap with computation
     block_s: Seconds  # time in which the host issues a block's two passes
@@ -200,7 +200,7 @@ class Speeds:
 
     def collective_s(self, kind: str, collectives: int, wire_bytes: float) -> float:
         """Return the time of collectives that send this many bytes in total."""
-        of_kind = self.collectives.get(kind) or self.collectives.get(kind.split()[-1])
+        of_kind = self.collectives.get(kind) or self.collectives.get(kind.removeprefix("expert "))
         speed = of_kind or next(iter(self.collectives.values()))
         return collectives * speed.latency_s + wire_bytes / speed.bytes_per_s
 

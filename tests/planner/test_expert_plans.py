@@ -107,5 +107,5 @@ def test_measured_speeds_serve_the_kinds_of_experts() -> None:
     measured = replace(sheet, collectives={"gather": gather, "reduce": reduce})
     for kind in ("gather", "expert gather", "anything else"):
         assert measured.collective_s(kind, 1, 1e9) == 1.0, kind
-    for kind in ("reduce", "expert reduce", "replica reduce"):
+    for kind in ("reduce", "expert reduce"):
         assert measured.collective_s(kind, 1, 1e9) == 0.5, kind
