@@ -312,9 +312,7 @@ class Case(NamedTuple):
             raise UsageError(
                 "the samples of a micro-batch depend on the ranks, and so do means of micro-batches"
             )
-        if {"num_experts", "activation_limit"} <= {*self.options} and self.options.get(
-            "training_dtype", "fp32"
-        ) != "fp32":
+        if {"num_experts", "activation_limit"} <= {*self.options} and self.dtype != "fp32":
             raise UsageError(
                 "an expert's gradient sums few tokens, and rounding to 16 bits moves some across the limit"
             )
