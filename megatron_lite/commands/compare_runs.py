@@ -193,7 +193,7 @@ def report(runs: Runs) -> Iterator[str]:
         yield from ("", "configuration: the same")
     head = ("A, last", "B, last", "in common", "median difference", "largest difference")
     yield from table("loss", head, [loss_row(loss) for loss in compare_losses(first, second)])
-    tasks = {name: name for run in (first, second) for name in run.names("tasks") if "/" in name}
+    tasks = {name: name for run in (first, second) for name in run.task_results()}
     for title, labels, measure in (
         ("task, last", tasks, last_result),
         ("speed, median", SPEEDS, median_speed),

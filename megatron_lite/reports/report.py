@@ -250,8 +250,8 @@ def _tasks(metrics: Metrics) -> str:
     """Return the last results of `evaluate --tasks`."""
     rows = [
         [name, f"{curve.iterations[-1]:,}", f"{curve.values[-1]:.4f}"]
-        for name in metrics.names("tasks")
-        if "/" in name and len(curve := metrics.curve("tasks", name))
+        for name in metrics.task_results()
+        if len(curve := metrics.curve("tasks", name))
     ]
     return _table(["", "iteration", "result"], rows)
 

@@ -245,6 +245,10 @@ class Metrics:
         """Return the names of a phase's numbers, in the order of their first appearance."""
         return [name for other, name in self._columns if other == phase]
 
+    def task_results(self) -> list[str]:
+        """Return the names of results of `evaluate --tasks`, as hellaswag/acc."""
+        return [name for name in self.names("tasks") if "/" in name]
+
     def phases(self) -> list[str]:
         """Return the phases: training, validation, test ..."""
         return list(dict.fromkeys(phase for phase, _ in self._columns))
